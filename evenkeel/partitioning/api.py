@@ -7,10 +7,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.compile import either
 from evenkeel.partitioning.filling import fill
 from evenkeel.partitioning.memory import check_fits, with_caps
-from evenkeel.partitioning.problem import Problem, counts_and_loads, make_problem, moved_sizes
+from evenkeel.partitioning.problem import Problem, loads_of, make_problem, moved_sizes, plain_moved
 from evenkeel.partitioning.registry import strategy_named
 
 DEFAULT_STRATEGY = "minimal_move"
@@ -73,11 +72,6 @@ class Partition:
     def home_imbalance(self) -> float:
         """max/mean of home load over speed."""
         return evenness(self.home_loads, self.speeds)[1]
-
-
-def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int) -> Sums:
-    """Of fractions, in the order of the samples: the same on every machine."""
-    return np.bincount(ranks, weights=costs, minlength=num_ranks).astype(np.float64, copy=False)  # int64 of nothing
 
 
 def _at_home(problem: Problem) -> NDArray[np.int32]:
@@ -159,16 +153,13 @@ def partition(
         destinations = fill(problem, destinations, min_samples)
     check_fits(memory, memory_caps, destinations)
     home_loads: Sums = problem.home_loads
-    if problem.costs is arrays.costs:
-        loads = either(counts_and_loads, compiled)(arrays.costs, destinations, problem.num_ranks)[1]
-    else:
-        loads, home_loads = (_loads(problem.costs, ranks, problem.num_ranks) for ranks in (destinations, arrays.homes))
-    total, samples, size, between = either(moved_sizes, compiled)(
-        arrays.sizes, arrays.homes, arrays.nodes, destinations
-    )
+    if problem.costs is not arrays.costs:
+        home_loads = loads_of(problem.costs, arrays.homes, problem.num_ranks)
+    moved = moved_sizes if compiled else plain_moved
+    total, samples, size, between = moved(arrays.sizes, arrays.homes, arrays.nodes, destinations)
     return Partition(
         destinations=destinations,
-        loads=loads,
+        loads=loads_of(problem.costs, destinations, problem.num_ranks),
         lower_bound=problem.lower_bound,
         home_loads=home_loads,
         size=total,

@@ -46,11 +46,6 @@ def step(function: F) -> F:
     return _compiled(function, _nrt=False)
 
 
-def either(kernel: F, compiled: bool) -> F:
-    """The kernel, or the function that it is compiled from, for as long as it is being compiled."""
-    return kernel if compiled else cast(F, cast(Any, kernel).py_func)
-
-
 def _compiled(function: F, **options: bool) -> F:
     njit: Any = numba.njit
     compiled = njit(nogil=True, error_model="numpy", **options)(function)

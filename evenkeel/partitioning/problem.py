@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from evenkeel.partitioning.compile import either, kernel
+from evenkeel.partitioning.compile import kernel
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -376,6 +376,37 @@ def moved_sizes(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) 
     return total, samples, size, between
 
 
+def loads_of(costs: NDArray[Any], ranks: Ranks, num_ranks: int) -> NDArray[Any]:
+    """(num_ranks,) summed cost of each rank; fractions in the order of the samples, the same on every machine."""
+    loads = np.zeros(num_ranks, costs.dtype)
+    np.add.at(loads, ranks, costs)
+    return loads
+
+
+# What stands for kernels while they are compiled: interpreted, they would take a hundred times as long.
+
+
+def _plain_bound(costs: Integers, order: Ranks, speeds: Floats, fewest: Integers, most: Integers) -> float:
+    if not costs.size:
+        return 0.0
+    below = np.concatenate([[0], np.cumsum(costs[order])])
+    alone = (below[-1] - below[-2] + below[np.maximum(fewest - 1, 0)]) / speeds
+    return max(float(below[-1] / sum(speeds.tolist())), float(alone[most > 0].min()))
+
+
+def _plain_limits(costs: Integers, speeds: Floats, bound: float, tolerance: float) -> Integers:
+    limits, total = np.maximum(np.floor(bound * (1.0 + tolerance) * speeds), np.ceil(bound * speeds)), int(costs.sum())
+    below = limits < float(total)
+    return np.where(below, np.where(below, limits, 0.0).astype(np.int64), total)
+
+
+def plain_moved(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tuple[float, int, float, float]:
+    """As `moved_sizes`, which adds one after the other too."""
+    moved, far = destinations != homes, nodes[destinations] != nodes[homes]
+    total, size, between = (float(np.cumsum(each)[-1:].sum()) for each in (sizes, sizes * moved, sizes * far))
+    return total, int(np.count_nonzero(moved)), size, between
+
+
 def with_limits(arrays: Arrays, largest: float, tolerance: float) -> Arrays:
     """The same with each rank's limit at `largest * (1 + tolerance)` times its speed, at most the whole load."""
     return arrays._replace(limits=limits_at(arrays.costs, arrays.speeds, largest, tolerance))
@@ -425,7 +456,10 @@ def make_problem(
         _check_range("nodes", numbered, Range(0, MAX_SAMPLES))
         distinct, places = np.unique(numbered, return_inverse=True)
         num_nodes, all_nodes = distinct.size, places.astype(np.int32)
-    home_counts, home_loads = either(counts_and_loads, compiled)(units, all_homes, num_ranks)
+    if compiled:
+        home_counts, home_loads = counts_and_loads(units, all_homes, num_ranks)
+    else:
+        home_counts, home_loads = np.bincount(all_homes, minlength=num_ranks), loads_of(units, all_homes, num_ranks)
     floor, remainder = divmod(n, num_ranks)
     num_fuller = -1
     if counts == "free":
@@ -437,11 +471,12 @@ def make_problem(
         most = fewest + (remainder > 0)
         num_fuller = remainder or -1
     order = ascending_order(units) if compiled else np.argsort(units, kind="stable").astype(np.int32)
-    bound = either(bound_on_largest, compiled)(units, order, all_speeds, fewest, most)
+    bound = (bound_on_largest if compiled else _plain_bound)(units, order, all_speeds, fewest, most)
+    limits = (limits_at if compiled else _plain_limits)(units, all_speeds, bound, tolerance)
     nothing = np.empty(0, np.int64)
     arrays = Arrays(
         costs=units, sizes=all_sizes, homes=all_homes, memory=nothing, caps=nothing, fewest=fewest, most=most,
-        speeds=all_speeds, nodes=all_nodes, limits=either(limits_at, compiled)(units, all_speeds, bound, tolerance),
+        speeds=all_speeds, nodes=all_nodes, limits=limits,
     )  # fmt: skip
     return Problem(
         arrays=arrays,
