@@ -232,6 +232,8 @@ def _samples(
 ) -> tuple[NDArray[Any], Ranks, Floats]:
     """Costs, homes and sizes, checked."""
     values = _vector("costs", costs, None, "sample")
+    if values.size > MAX_SAMPLES:
+        raise ValueError(f"costs has {values.size} entries; pass at most {MAX_SAMPLES}")
     places = _vector("homes", homes, values.size, "sample", "iu")
     weights = values if sizes is None else _vector("sizes", sizes, values.size, "sample")
     whole = values.dtype.kind in "iu"
@@ -239,8 +241,6 @@ def _samples(
     size = plain_array(weights, np.float64)
     is_same = work.dtype == values.dtype and ranks.dtype == places.dtype  # else they may have wrapped around
     if not (compiled and is_same and are_ordinary(work, ranks, size, num_ranks)):
-        if values.size > MAX_SAMPLES:
-            raise ValueError(f"costs has {values.size} entries; pass at most {MAX_SAMPLES}")
         _check_range("costs", values, COSTS if whole else AMOUNTS)
         _check_sum("costs", values, MAX_TOTAL - 1 if whole else MAX_SUM)
         _check_range("homes", places, Range(0, num_ranks - 1))
@@ -436,9 +436,13 @@ def make_problem(
     compiled: bool = True,
 ) -> Problem:
     """Checks all arguments of `partition`; see there. Unless it is to be compiled, no kernel is."""
-    if not hasattr(num_ranks, "__index__") or not 1 <= operator.index(num_ranks) <= MAX_RANKS:
+    try:
+        number = operator.index(num_ranks)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= MAX_RANKS:
         raise ValueError(f"num_ranks is {num_ranks!r}; pass a positive integer up to {MAX_RANKS}")
-    num_ranks = operator.index(num_ranks)
+    num_ranks = number
     if counts not in COUNTS:
         raise ValueError(f"counts is {counts!r}; pass one of {', '.join(map(repr, COUNTS))}")
     for field, value, allowed in (("tolerance", tolerance, TOLERANCE), ("move_price", move_price, MOVE_PRICE)):
