@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import ImpossiblePartitionError, PartitionNotFoundError, partition
+from evenkeel.partitioning.memory import least_overflow
 from tests.evenkeel.partitioning.reference import assignments
 
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")
@@ -39,6 +40,20 @@ def test_small_instances_are_always_decided(
         with pytest.raises(ImpossiblePartitionError, match="raise") as error:
             partition(costs, homes, num_ranks, **call)
         assert 0 < error.value.shortfall <= min(overflows) + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 3), st.integers(0, 12))
+def test_least_overflow_matches_brute_force(memory: list[int], num_ranks: int, cap: int) -> None:
+    values, none = np.sort(np.array(memory))[::-1].copy(), np.zeros(num_ranks, np.int64)
+    ranks = np.full(values.size, -1, np.int32)
+    least, proven = least_overflow(values, none + cap, none, none + values.size, 10**6, 2**60, ranks)
+
+    def overflow(choice: Any) -> int:
+        return int(np.maximum(np.bincount(choice, values, num_ranks) - cap, 0).sum())
+
+    assert proven
+    assert least == overflow(ranks) == min(map(overflow, assignments([0] * values.size, num_ranks, "free")))
 
 
 @pytest.mark.parametrize("strategy", ["karmarkar_karp", "lpt", "minimal_move"])

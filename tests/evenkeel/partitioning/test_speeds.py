@@ -58,6 +58,13 @@ def test_a_slow_rank_gets_less_within_twenty_steps_and_all_of_it_back(
     assert not estimator.learned
 
 
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("noise", [0.005, 0.04])
+def test_even_ranks_stay_even(num_ranks: int, noise: float) -> None:
+    times, _ = _run(num_ranks, 3000, noise=noise, seed=5)
+    assert (times[:, 0] / times[:, 1]).mean() < 1.0005
+
+
 def test_a_straggler_has_a_name() -> None:
     estimator = SpeedEstimator(3)
     for _ in range(30):

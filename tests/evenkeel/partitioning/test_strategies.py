@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 
 from evenkeel.partitioning import PartitionError, partition
 from evenkeel.partitioning.karmarkar_karp import difference
-from evenkeel.partitioning.matching import EXACT
+from evenkeel.partitioning.matching import EXACT, heaviest_assignment
 from evenkeel.partitioning.problem import ascending_order, crowding_bound, make_problem
 from tests.evenkeel.partitioning.reference import allowed_counts, assignments, karmarkar_karp_sets, lpt_loads
 from tests.evenkeel.partitioning.test_api import calls
@@ -60,6 +60,15 @@ def test_a_faster_rank_gets_more() -> None:
     result = partition(np.ones(30, np.int64), [0] * 30, 3, strategy="lpt", counts="free", speeds=[1.0, 2.0, 3.0])
     assert result.loads.tolist() == [5, 10, 15]
     assert result.imbalance == pytest.approx(1.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 10**6), st.sampled_from([3, 1000]))
+def test_the_assignment_is_the_heaviest(n: int, seed: int, distinct: int) -> None:
+    weights = np.random.default_rng(seed).integers(-distinct, distinct, (n, n)).astype(np.float64)
+    columns = heaviest_assignment(weights)
+    assert sorted(columns.tolist()) == list(range(n))
+    assert weights[np.arange(n), columns].sum() == weights[linear_sum_assignment(weights, maximize=True)].sum()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 7, 30])
