@@ -33,7 +33,6 @@ class _Samples:
     sizes: NDArray[np.int64] | None = None
     memory: NDArray[np.float64] | None = None
     divisible: NDArray[np.float64] | None = None
-    roles: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -55,7 +54,6 @@ class RankSamples(_Samples):
         memory: (n,) float64, what the memory caps count; None: nothing.
         batch_sizes: Samples of each of the rank's batches, in order; empty: all are of one.
         divisible: (m, WIDTH) float64, the samples that may be split; see `Divisible.table`. None: there are none.
-        roles: (jagged fields,) int64, what each field is to a sample in parts; see `part_ranges`. None: none is split.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -80,10 +78,12 @@ class RoundSamples(_Samples):
         batch_sizes: (ranks, batches) int64, samples of each of a rank's batches.
         nodes: (ranks,) int32, number of each rank's host; None when there is at most one.
         divisible: (m, WIDTH) float64 or None; its samples are numbered among those of all ranks, and ascend.
+        roles: (jagged fields,) int64, what each field is to a sample in parts; see `part_ranges`. None: none is split.
     """
 
     batch_sizes: NDArray[np.int64]
     nodes: NDArray[np.int32] | None = None
+    roles: NDArray[np.int64] | None = None
 
     @property
     def num_ranks(self) -> int:

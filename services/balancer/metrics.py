@@ -17,6 +17,11 @@ COMPUTING = "computing"
 """Cause of a rank that computes slowly, beside those of `Cause`."""
 
 _SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_FAILURES = (
+    ("CANCELLED", "deadline"), ("DEADLINE_EXCEEDED", "worker"), ("FAILED_PRECONDITION", "infeasible"),
+    ("INTERNAL", "internal"), ("INVALID_ARGUMENT", "request"), ("PERMISSION_DENIED", "job"),
+    ("RESOURCE_EXHAUSTED", "limit"), ("UNAUTHENTICATED", "token"), ("UNAVAILABLE", "worker"),
+)  # fmt: skip
 _COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
     ("rounds", "Rounds planned.", lambda totals: totals.rounds),
     ("samples", "Samples of planned rounds.", lambda totals: totals.samples),
@@ -71,6 +76,8 @@ class Metrics:
             ("status", "reason"),
             registry=self.registry,
         )
+        for status, reason in _FAILURES:  # from 0 on: of a counter that begins with its first failure that has no rate
+            self._failed.labels(status, reason)
         self.registry.register(_JobsCollector(history))
 
     def planned(self, search_seconds: float, seconds: float) -> None:

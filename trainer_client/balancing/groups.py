@@ -6,6 +6,7 @@ nothing in flight. So those of a stream are kept, for the next one, for as long 
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 import weakref
@@ -130,8 +131,9 @@ class Communicators:
                 work.wait(_LOOK)
                 return
             except RuntimeError:
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # failed, or done just after that wait: the next one tells
+                    work.wait()
+                    return
             if self.failed:
                 raise RuntimeError("another collective or the move of a batch has failed, and with it this one")
 
@@ -166,6 +168,7 @@ def take_communicators(membership: Membership, timeout: timedelta) -> Communicat
     """
     world = dist.group.WORLD
     assert world is not None
+    gc.collect()  # streams dropped in cycles are closed by now on all ranks, not when each happens to collect them
     with _taking:
         kept = _kept.setdefault(world, {}).setdefault(membership, [])
         existing = next((one for one in kept if one.closed), None)

@@ -119,13 +119,14 @@ class Lead:
         try:
             if round_.samples is not None:
                 if round_.template is not None and round_.template is not self._templates.sent:
-                    round_.extras.template = self._templates.sent = round_.template
+                    round_.extras.template = round_.template
                 for stage in reversed(self._stages):
                     stage.finish(round_)
             round_.extras.decision = round_.decision
             table = pack_directives(
                 round_.extras, home_loads=round_.home_loads, loads=round_.loads, plan=round_.plan, slices=round_.slices
             )
+            self._templates.sent = round_.extras.template or self._templates.sent
         except Exception as error:
             failed = self._failed(round_.number, error)
             table = pack_directives(Extras(decision=failed, world_size=self.world_size, room_up=round_.extras.room_up))

@@ -9,14 +9,30 @@ from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from evenkeel.partitioning.splits import SplitSample
 from evenkeel.plugins import Plugins
 from trainer_client.balancing import BalancedLoader, RoundReport
+from trainer_client.balancing.splitting import warn_of_unasked_splits
 
 B = TypeVar("B")
+
+
+class _Splits:
+    """The split samples of a batch and its copies. If nobody has asked for them, it says so when these are gone."""
+
+    __slots__ = ("__weakref__", "asked", "name", "samples")
+
+    def __init__(self, samples: tuple[SplitSample, ...], name: str) -> None:
+        self.samples, self.name, self.asked = samples, name, False
+
+    def __del__(self) -> None:
+        if self.samples and not self.asked:
+            warn_of_unasked_splits(self.name)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,13 +46,21 @@ class BalancedBatch(Generic[B]):
         batch: The batch.
         loss_scale: World size over the samples of the global batch: the factor for a loss that is a sum over samples.
         report: What balancing did.
-        splits: Samples of the batch that lie on several ranks, those of all ranks, as `BalancedLoader.splits`.
     """
 
     batch: B
     loss_scale: float
     report: RoundReport = field(repr=False)
-    splits: tuple[Any, ...] = field(default=(), repr=False)
+    _splits: _Splits = field(repr=False)
+
+    @property
+    def splits(self) -> tuple[SplitSample, ...]:
+        """Samples of the batch that lie on several ranks, those of all ranks, for `PieceGroup.pieces`.
+
+        A batch that has some and is trained without having been asked for them is warned of, once a loader.
+        """
+        self._splits.asked = True
+        return self._splits.samples
 
     @property
     def mean_loss_scale(self) -> float:
@@ -107,9 +131,17 @@ def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:
     # by now TorchRec is imported, if a pipeline of it takes the batches
     if (streamable := sys.modules.get("torchrec.streamable")) is not None:
         streamable.Pipelineable.register(BalancedBatch)  # what its pipelines ask a batch to be
-    for batch in loader:
-        yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report, splits=loader.splits)
-        del batch  # the pipeline may free it while the next one is read
+    fetched: WeakSet[_Splits] = WeakSet()
+    try:
+        for batch in loader:
+            splits = _Splits(loader.splits, loader.name)
+            fetched.add(splits)
+            yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report, _splits=splits)
+            del batch, splits  # the pipeline may free them while the next ones are read
+    except GeneratorExit:  # what a pipeline still holds is dropped, or its users know what they have left
+        for splits in fetched:
+            splits.asked = True
+        raise
 
 
 class PipelineSteps:

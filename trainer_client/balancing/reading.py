@@ -13,7 +13,7 @@ from evenkeel.partitioning.problem import share_of_total
 from evenkeel.partitioning.rounds import RankSamples
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.costs.base import Cost
-from trainer_client.balancing.splitting import check_divides, divisible_samples, roles_of
+from trainer_client.balancing.splitting import check_divides, divisible_samples
 from trainer_client.balancing.windows import check_window
 
 Costs = NDArray[np.int64] | NDArray[np.float64]
@@ -66,12 +66,11 @@ def read_costs(values: Any, num_samples: int, *, what: str = "cost", world_size:
     else:
         raise ValueError(f"{what} returned {array.dtype} values; return integers or floating-point numbers")
     problem, bad = "", np.flatnonzero(~np.isfinite(array) | (array < 0))
-    total, limit = float(array.sum(dtype=np.float64)), share_of_total(world_size)
     if len(bad):
         problem = (
             f"{what} of sample {bad[0]} is {array[bad[0]]}; all must be finite and at least 0 ({len(bad)} are not)"
         )
-    elif total > limit:
+    elif (total := float(array.sum(dtype=np.float64))) > (limit := share_of_total(world_size)):
         problem = f"{what} adds up to {total:.4g}; all of a rank's must stay below {limit:.4g}: use larger units"
     return np.zeros(num_samples, np.int64) if problem else array, problem
 
@@ -137,7 +136,6 @@ def read_round(
         memory=_joined(memories) if memories else None,
         batch_sizes=tuple(flat.num_samples for flat in flats),
         divisible=_joined(tables) if tables and not problem else None,
-        roles=roles_of(filled[0] if filled else template) if split else None,
     )
     return samples, problem
 

@@ -227,6 +227,8 @@ def state_for(
     first = replace(first, rank=rank, world_size=world_size)
     if first.finished or by_sampler:
         return first
+    if first.source is not None and first.source.way == "loaders":
+        return first  # nothing was read since: what was dealt out then is dealt out anew
     if len(states) < states[0].world_size:
         raise ResumeError(f"{other}; load the states of all {states[0].world_size} ranks as a list")
     if not hasattr(loader, "load_state_dicts"):

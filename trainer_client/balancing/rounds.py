@@ -103,7 +103,7 @@ class Rounds:
     def put(self, item: Item) -> None:
         """Contributes to the next round; takes no lock, so that a collected generator may call it."""
         if self.clock.is_over(item.pass_number):
-            self._settle(item, Directive(decision=self._end))
+            self._settle(item, Directive(decision=self._end), took_place=False)
             return
         assert self._lead is not None
         item.number = self.clock.contributed()
@@ -142,11 +142,12 @@ class Rounds:
             self._end = Decision(mode=Mode.END, reason=Reason.TOO_FEW_SAMPLES, batches=())
         return directive
 
-    def _settle(self, item: Item, directive: Directive) -> None:
+    def _settle(self, item: Item, directive: Directive, *, took_place: bool = True) -> None:
         """Hands a directive over to whoever waits for it, and counts what it says."""
         decision = directive.decision
         if item.contribution.state not in (State.LEFT, State.NOTHING) and decision.error is None:
-            self._counters.rounds[decision.mode, decision.reason] += 1
+            if took_place:
+                self._counters.rounds[decision.mode, decision.reason] += 1
             self._counters.dropped_samples += _dropped(directive, len(item.contribution.samples))
         if directive.reports:
             self._counters.wait_seconds += directive.reports[0].wait_seconds
@@ -236,7 +237,7 @@ class SharedRounds(Rounds):
                 return False
             over = self.clock.is_over(item.pass_number)
         if over:
-            self._settle(item, Directive(decision=self._end))
+            self._settle(item, Directive(decision=self._end), took_place=False)
         return not over
 
     def _gather(self, item: Item) -> None:
@@ -268,7 +269,7 @@ class SharedRounds(Rounds):
                     continue
                 if round_ is not None and round_.call is not None:
                     round_.call.cancel()
-                self._settle(item, Directive(decision=self._end))
+                self._settle(item, Directive(decision=self._end), took_place=False)
             except BaseException as error:
                 self.fail(error)
 

@@ -52,15 +52,16 @@ class Position:
 
     def to_state(self) -> dict[str, Any]:
         """As plain values."""
-        at = pickle.loads(self.at) if self.way == "loader" else self.at
+        at = pickle.loads(self.at) if self.way in ("loader", "loaders") else self.at
         return {"way": self.way, "at": at, "ended": self.ended, "last": self.last}
 
     @classmethod
     def from_state(cls, state: Any) -> Position:
         """Reads what `to_state` wrote; `ValueError` if it is something else."""
-        if not isinstance(state, dict) or state.get("way") not in ("sampler", "loader", "skip") or "at" not in state:
+        ways = ("sampler", "loader", "skip", "loaders")
+        if not isinstance(state, dict) or state.get("way") not in ways or "at" not in state:
             raise ValueError(f"state['source'] is {state!r}; load what BalancedLoader.state_dict gave")
-        at = pickle.dumps(state["at"]) if state["way"] == "loader" else state["at"]
+        at = pickle.dumps(state["at"]) if state["way"] in ("loader", "loaders") else state["at"]
         return cls(state["way"], at, bool(state.get("ended")), int(state.get("last", 0)))
 
 

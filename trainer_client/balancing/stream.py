@@ -522,7 +522,7 @@ class BatchStream:
         self._logged_end = True
 
     def close(self) -> None:
-        """Leaves the loop and ends the threads; the process groups are kept for the next stream of this loader."""
+        """Leaves the loop and ends the threads; the process groups are kept for the next stream of these ranks."""
         current, self._pass = self._pass, None
         opened, self._opened = self._opened, None
         opening, self._opening = self._opening, None

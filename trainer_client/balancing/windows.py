@@ -79,8 +79,8 @@ class WindowStates(Stage):
             assert round_.samples is not None
             batches = round_.decision.batches
             batches = tuple(range(round_.samples.num_batches)) if batches is None else batches
-            done = window["done"]
-            round_.decision = replace(round_.decision, batches=batches[done:], done=done)
+            done = batches[window["done"] - 1] + 1 if window["done"] else 0
+            round_.decision = replace(round_.decision, batches=tuple(one for one in batches if one >= done), done=done)
         round_.extras.for_states = {
             "size": self._size,
             "digest": digest,

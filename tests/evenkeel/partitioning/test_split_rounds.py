@@ -62,7 +62,6 @@ def rank_samples(items: list[list[int]], rng: np.random.Generator) -> RankSample
         batch_sizes=tuple(map(len, items)),
         memory=own.astype(np.float64),
         divisible=divisible.table if heavy.size else None,
-        roles=ROLES,
     )
 
 

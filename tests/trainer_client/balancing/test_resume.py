@@ -386,6 +386,30 @@ def test_another_number_of_ranks_trains_each_sample_once(window: int, workers: i
     assert sorted(trained) == list(range(101))
 
 
+class Dealt(Stateful):
+    """A loader with a state of its own, which can go on from those of all ranks of another job."""
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        self.held = {"read": max(state["read"] for state in states), "finished": False}
+
+
+def test_states_that_were_dealt_out_are_dealt_out_again_where_nothing_was_read_since() -> None:
+    def alone_over(state: Any = None) -> BalancedLoader[Any]:
+        loader = BalancedLoader(Dealt(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    job = Job(steps=(6,))
+    first = alone_over()
+    for _ in zip(range(3), first, strict=False):
+        pass
+    states = [{**first.state_dict(), "rank": rank, "world_size": 2} for rank in (0, 1)]
+    again = alone_over(states).state_dict()  # of a job that ends before its first batch
+    ids = [batch["id"].tolist() for batch in alone_over(json.loads(json.dumps(again)))]
+    assert ids == [batch["id"].tolist() for batch in list(job.batches(0))[3:]]
+
+
 @pytest.mark.parametrize("world_sizes", [(2, 1), (1, 2), (2, 3)])
 def test_within_a_window_another_number_of_ranks_is_refused_or_trains_it_again(world_sizes: tuple[int, int]) -> None:
     before, after = world_sizes

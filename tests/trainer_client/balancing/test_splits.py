@@ -260,27 +260,39 @@ def test_a_loop_that_does_not_look_at_splits_is_warned_once_and_a_ticket_tells_w
 
 
 class _Model(torch.nn.Module):
-    """Sums items, and counts the split samples of its batches."""
+    """Sums items, having asked for splits or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, asks: bool) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.asks, self.weight = asks, torch.nn.Parameter(torch.ones(()))
 
     def forward(self, batch: BalancedBatch[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
-        return self.weight * batch.batch["items"].sum(), len(batch.splits)
+        return self.weight * batch.batch["items"].sum(), len(batch.splits) if self.asks else 0
 
 
-def _pipelines(rank: int) -> int:
-    job, model = Splits("pipelines", None, ranks=2), _Model()
+def _pipelines(rank: int) -> tuple[list[str], list[int]]:
+    """Pipelines whose model asks for splits, or does not, or is left before it has trained them; what was said."""
+    job, said, found = Splits("pipelines", None, ranks=2), _Said(), []
+    logging.getLogger("trainer_client").addHandler(said)
     batches = [job.batch(rank, step) for step in range(job.steps)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Balancer.embedded(options=job.options) as balancer:
-        loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC)
-        return sum(PipelineSteps(make_pipeline("base", model, optimizer, torch.device("cpu")), loader))
+        for name in ("asks", "leaves", "ignores"):
+            model = _Model(asks=name != "ignores")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC, name=name)
+            steps = PipelineSteps(make_pipeline("base", model, optimizer, torch.device("cpu")), loader)
+            found.append(0)
+            for number, splits in enumerate(steps):
+                found[-1] += splits
+                if name == "leaves" and number == 1:  # the next batch, which it holds already, has split samples
+                    break
+    return [line for line in said.lines if "splits" in line], found
 
 
-def test_in_a_pipeline_each_batch_brings_its_own_splits() -> None:
-    assert run_ranks(2, _pipelines) == [2, 2]
+def test_a_pipeline_that_does_not_look_at_splits_is_warned_once() -> None:
+    for said, found in run_ranks(2, _pipelines):
+        assert found == [2, 1, 0]
+        assert [line.split(":")[0] for line in said] == ["ignores"]
 
 
 def _without(rank: int, what: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client import BalanceOptions
+from trainer_client.balancing.asking import FIRST_PAUSE, Breaker
 from trainer_client.balancing.batches import flatten
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, schema_number
 from trainer_client.balancing.directive import Directive, read_directive
@@ -108,3 +109,26 @@ def test_what_changes_in_a_round_that_does_not_take_place_is_heard_in_the_next()
     read = read_directive(table[0], number=2, rank=0, samples=again[0].samples)
     assert read.template is not None
     assert read.template.schema.hash == wide.schema.hash
+
+
+def test_the_third_call_in_a_row_without_an_answer_opens_the_breaker_and_pauses_grow() -> None:
+    twice = Breaker().missed(0.0).missed(0.0)
+    assert twice.closed
+    opened = twice.missed(10.0)
+    assert not opened.closed
+    assert not opened.asks(10 + 0.9 * FIRST_PAUSE)
+    assert opened.asks(10 + FIRST_PAUSE)
+    asking = opened.asked(10 + FIRST_PAUSE)  # one round asks, and no other until that is answered
+    assert not asking.asks(10 + 1.5 * FIRST_PAUSE)
+    assert asking.missed(10.5).pause == 2 * FIRST_PAUSE
+
+
+def test_a_template_that_could_not_be_sent_is_sent_with_the_next_round() -> None:
+    one, wide = lead(), flatten({"id": torch.zeros(2, 5)}).empty()
+    given = [replace(each, schema=schema_number(wide.schema), extras=Extras(template=wide)) for each in contributions()]
+    failing = one.begin(0, Contributions.of(given))
+    failing.options = None  # type: ignore[assignment]  # which no stage can do with
+    assert read_directive(one.directives(failing)[0], number=0, rank=0, samples=given[0].samples).ended
+    again = [replace(each, extras=Extras()) for each in given]
+    table = one.directives(one.begin(1, Contributions.of(again)))
+    assert read_directive(table[0], number=1, rank=0, samples=again[0].samples).template is not None

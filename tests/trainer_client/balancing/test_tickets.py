@@ -1,3 +1,6 @@
+import math
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +34,11 @@ def test_a_bad_cost_is_a_problem_of_the_round_not_an_error(bad: float) -> None:
     costs, problem = read_costs([1.0, bad, 2.0], 3)
     assert "cost of sample 1" in problem
     assert costs.tolist() == [0, 0, 0]
+
+
+def test_infinite_costs_of_both_signs_are_a_problem_too() -> None:
+    with warnings.catch_warnings(action="error"):  # as in programs that make errors of warnings
+        assert "cost of sample 0" in read_costs([math.inf, -math.inf, 2.0], 3)[1]
 
 
 def test_no_samples() -> None:

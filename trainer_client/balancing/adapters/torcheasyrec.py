@@ -54,13 +54,14 @@ def balance_training(
     def create_dataloader(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
+        is_training = given.arguments["mode"].name == "TRAIN"
+        if is_training and given.arguments["data_config"].HasField("sampler"):  # before theirs starts its servers
+            raise ValueError(
+                "data_config has a sampler: the negatives that it adds to a rank's batch belong to no sample of it, so "
+                "such batches cannot be shared out; train this job without Evenkeel"
+            )
         dataloader = theirs(*args, **kwargs)
-        if given.arguments["mode"].name == "TRAIN":
-            if given.arguments["data_config"].HasField("sampler"):
-                raise ValueError(
-                    "data_config has a sampler: the negatives that it adds to a rank's batch belong to no sample of "
-                    "it, so such batches cannot be shared out; train this job without Evenkeel"
-                )
+        if is_training:
             balance_dataloader(dataloader, balancer=balancer, options=options, cost=cost)
         return dataloader
 

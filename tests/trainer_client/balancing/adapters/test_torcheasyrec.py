@@ -109,10 +109,11 @@ def stand_in_main() -> ModuleType:
         mode: Mode = Mode.TRAIN,
         checkpoint_state: Any = None,
     ) -> StandInDataLoader:
+        vars(main)["calls"] += 1
         del data_config, features, reserved_columns, mode, checkpoint_state
         return StandInDataLoader(input_path)
 
-    vars(main).update(create_dataloader=create_dataloader)
+    vars(main).update(create_dataloader=create_dataloader, calls=0)
     return main
 
 
@@ -181,6 +182,7 @@ def test_what_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -
     sampled = SimpleNamespace(HasField=lambda name: name == "sampler")
     with pytest.raises(ValueError, match="data_config has a sampler"):
         sys.modules["tzrec.main"].create_dataloader(sampled, [], [])
+    assert not vars(sys.modules["tzrec.main"])["calls"]  # which would start servers of samples
 
 
 def test_options_are_refused_that_do_not_go_with_its_checkpoints() -> None:

@@ -73,6 +73,14 @@ def test_causal_attention_counts_the_lower_triangle(s: int) -> None:
     assert full - causal == 4 * 8 * (s * s - sum(range(1, s + 1)))
 
 
+def test_semantic_ids_are_the_positions_of_a_transformer_and_an_output_layer_at_the_targets() -> None:
+    batch, a, k = {"a": torch.tensor([5, 2]), "k": torch.tensor([2, 0])}, np.array([5.0, 2]), np.array([2.0, 0])
+    layers = TransformerCost(**SMALL, tokens="a").flops(3 * (a + k) + 1)
+    np.testing.assert_allclose(COSTS[3](batch), layers + 3 * 2 * 8 * 20 * 3 * k)
+    hstu = HSTUCost(**HSTU, history="a", candidates="k", context=2)
+    np.testing.assert_array_equal(hstu(batch), hstu.flops(a, k, 2.0))
+
+
 def test_hstu_projections_as_torch_counts_them() -> None:
     width, heads, dim, values, positions = 32, 2, 8, 12, 5
     x = torch.randn(positions, width, requires_grad=True)

@@ -8,7 +8,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2, chisquare, kstest
@@ -25,6 +25,7 @@ def _all(length: int, seed: int = 0, epoch: int = 0) -> NDArray[np.int64]:
 
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(0, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 2**40))
+@example(length=3_000_017, seed=1, epoch=1)
 def test_every_sample_comes_once(length: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(_all(length, seed, epoch)), np.arange(length))
     plain = SampleOrder(length, seed=seed, epoch=epoch, shuffle=False)

@@ -150,6 +150,8 @@ def test_epochs_have_orders_of_their_own_and_iterations_begin_anew() -> None:
     assert sampler.state_dict() == {
         "version": 1, "samples": 50, "seed": 5, "shuffle": True, "epoch": 1, "position": 50,
     }  # fmt: skip
+    with pytest.raises(ValueError, match=r"epoch is 1.5; use a whole number"):
+        sampler.set_epoch(1.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -244,8 +246,7 @@ def test_costs_come_in_many_ways(kind: str, tmp_path: Path) -> None:
         "method": "length",
         "float32": costs.astype(np.float32),
     }
-    same = costs.astype(np.float64) if kind == "float32" else costs
-    assert _steps(_budgeted(given_as[kind], 2, data=Data())) == _steps(_budgeted(same, 2))
+    assert _steps(_budgeted(given_as[kind], 2, data=Data())) == _steps(_budgeted(costs, 2))
 
 
 @pytest.mark.parametrize(
@@ -256,6 +257,7 @@ def test_costs_come_in_many_ways(kind: str, tmp_path: Path) -> None:
         ({"seed": 9}, r"state\['seed'\] is 9 and should be 0; make the sampler with the seed"),
         ({"shuffle": False}, r"state\['shuffle'\] is False and should be True"),
         ({"position": 51}, r"state\['position'\] is 51, and the data set has 50 samples"),
+        ({"position": -1}, r"state\['position'\] is -1"),
         ({"position": None}, r"state\['position'\] is None"),
         ({"epoch": "1"}, r"state\['epoch'\] is '1'"),
         (None, "state is None"),
@@ -277,6 +279,9 @@ def test_a_state_of_something_else_is_refused(change: dict[str, Any] | None, wor
         ({"global_batch_size": 3, "rank": 0, "world_size": 4}, "global_batch_size is 3 for 4 ranks"),
         ({"seed": -1}, "seed is -1"),
         ({"shuffle": 1}, "shuffle is 1"),
+        ({"drop_last": None}, "drop_last is None"),
+        ({"max_samples": 0}, "max_samples is 0"),
+        ({"process_group": "dp"}, "torch.distributed is not initialised"),
         ({"rank": 1}, "rank is 1 and world_size is None; pass both"),
         ({"rank": 4, "world_size": 4}, "rank is 4; use 0 to 3"),
         ({"rank": 0, "world_size": 0}, "world_size is 0"),
