@@ -47,17 +47,24 @@ class BalancerServicer:
 
     async def plan_round(self, _requests: object, context: grpc.aio.ServicerContext) -> bytes:
         """Plans a round in a worker; the body is read once the call is admitted."""
-        began, job = time.perf_counter(), caller.get().job
+        began, job, peer = time.perf_counter(), caller.get().job, context.peer()
         try:
             _require_deadline(context)
             with self._occupancy.call(context):
                 data = await context.read()
+                if data is grpc.aio.EOF and not context.peer():  # gRPC itself has ended the call
+                    raise CallError(
+                        "RESOURCE_EXHAUSTED",
+                        "limit",
+                        f"the message has more than {self._settings.max_message_bytes} bytes, or the caller has gone; "
+                        "raise the balancer's max_message_bytes",
+                    )
                 if data is grpc.aio.EOF:
                     raise CallError("INVALID_ARGUMENT", "request", "the call has no message; send a PlanRoundRequest")
                 with self._occupancy.body(len(data)):
                     summary, response = await self._pool.plan(job, data)
         except CallError as error:
-            await self.fail(context, error, job, began)
+            await self.fail(context, error, job, began, peer)
         except asyncio.CancelledError:  # the deadline has passed, or the lead has planned by itself
             self._observer.failed(job, "CANCELLED", "deadline", time.perf_counter() - began)
             raise
@@ -88,12 +95,17 @@ class BalancerServicer:
         )
 
     async def fail(
-        self, context: grpc.aio.ServicerContext, error: CallError, job: str, began: float | None = None
+        self,
+        context: grpc.aio.ServicerContext,
+        error: CallError,
+        job: str,
+        began: float | None = None,
+        peer: str = "",
     ) -> None:
         """Ends a call that fails, and says so to whom it concerns; does not return."""
         seconds = 0.0 if began is None else time.perf_counter() - began
         self._observer.failed(job, error.status, error.reason, seconds)
-        peer = context.peer()
+        peer = peer or context.peer()
         log.info(
             "call failed", status=error.status, reason=error.reason, job=job, peer=peer, caller=network_of(peer),
             message=error.message,

@@ -199,10 +199,7 @@ class Asker(Stage):
         try:
             take(call.result())
         except grpc.RpcError as error:
-            status, details = error.code().name, error.details() or "no details"
-            if "larger than max" in details:  # says gRPC itself
-                details += "; raise the balancer's max_message_bytes"
-            return self._missed(status, f"{details} ({status})")
+            return self._missed(error.code().name, _explained(error))
         except (InvalidMessage, grpc.FutureCancelledError) as error:
             return self._missed("INTERNAL", f"the answer is no plan of this round: {error}")
         self._move(lambda _: Breaker())
@@ -227,7 +224,7 @@ class Asker(Stage):
             return
         self._counters.breaker_changes += 1
         if breaker.closed:
-            logger.warning("%s: the balancer is back", self._name)
+            logger.warning("%s: the balancer at %s is back", self._name, self._address)
         else:
             logger.warning(
                 "%s: %d calls in a row without an answer of the balancer at %s (%s); rank 0 plans by itself, and asks "
@@ -249,12 +246,12 @@ class Asker(Stage):
                 why = str(error)
                 break
             except grpc.RpcError as error:
-                why = f"{error.details() or 'no details'} ({error.code().name})"
+                why = _explained(error)
                 if error.code().name in _LASTING:
                     break
             time.sleep(0.2)
         raise ServiceRequiredError(
-            f"require_service is set, and the balancer at {self._address} does not serve: {why}; start it, or leave "
+            f"require_service is set, and the balancer at {self._address} does not serve: {why}; see to that, or leave "
             "require_service out to go on without it"
         )
 
@@ -272,3 +269,10 @@ class Asker(Stage):
             if self._channel is None:
                 self._channel = self._credentials.channel(grpc_target(self._address), _OPTIONS)
             return self._channel.unary_unary(f"/{SERVICE}/{name}")
+
+
+def _explained(error: Any) -> str:
+    """Why a call failed, with the remedy where gRPC itself has refused it."""
+    details = error.details() or "no details"
+    remedy = "; raise the balancer's max_message_bytes" if "larger than max" in details else ""
+    return f"{details}{remedy} ({error.code().name})"

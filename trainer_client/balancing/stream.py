@@ -212,6 +212,15 @@ class Pass:
         if threading.get_ident() == self._owner:
             self._drained.wait(LEAVE_SECONDS)
 
+    def leave_late(self, opened: Opened, seconds: float) -> None:
+        """Leaves a loop that was over on this rank before the stream was open: the others may be in it."""
+        self.left = False
+        self._drained.clear()
+        self.enter(opened)
+        self.leave()
+        if not self.settle(seconds):
+            raise TimeoutError("an interrupted loop has not ended on all ranks")
+
     def settle(self, seconds: float | None = None) -> bool:
         """Waits until nothing of a pass that was left is in flight on this rank, or its last moves have failed."""
         settled = self._drained.wait(seconds)
@@ -297,6 +306,7 @@ class BatchStream:
         self._opened: Opened | None = None
         self._opening: Opening | None = None
         self._attempted: Pass | None = None  # in which this rank has tried to open the stream
+        self._unopened: list[Pass] = []  # left before the stream was open, as an interrupted loop's
         self._process = os.getpid()
         self._patience = config.options.patience  # seconds that a round may take
         self._logged_end = False
@@ -334,6 +344,8 @@ class BatchStream:
                 raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
             if before.failure is not None:
                 raise before.failure
+            if before.opened is None and not before.over:
+                self._unopened.append(before)
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._opened is not None and self._opened.world is not world:
             self.close()  # of a process group that is no more, or of the time before there was one
@@ -534,6 +546,10 @@ class BatchStream:
         communicators = opened.communicators
         if communicators is not None:
             communicators.closed = True
+        if current is not None and current.opened is None:
+            self._unopened.append(current)
+        with suppress(TimeoutError):
+            self._leave_unopened(opened, CLOSE_SECONDS / 2)
         if current is not None:
             current.leave()
 
@@ -575,8 +591,14 @@ class BatchStream:
         self._opened = self._opening.opened
         self._opening, self._patience = None, self._opened.options.patience
         load_on_device("cuda" if device is None and self._opened.to_gpu else device)
+        self._leave_unopened(self._opened, self._patience)
         current.enter(self._opened)
         return self._opened
+
+    def _leave_unopened(self, opened: Opened, seconds: float) -> None:
+        """Leaves loops that were over here before the stream was open, in which the others may be: one after another."""
+        while self._unopened:
+            self._unopened.pop(0).leave_late(opened, seconds)
 
     def _submit(self, contribution: Contribution, flats: tuple[FlatBatch, ...], device: Device) -> Ticket:
         """Completes a contribution by what the stream knows, and contributes it."""

@@ -72,13 +72,21 @@ def _read(path: Path, column: str | None) -> NDArray[np.int64]:
 
     if path.suffix not in (".npy", ".csv", ".parquet"):
         raise ValueError(f"{path}: the name must end in .npy, .csv or .parquet")
-    values = np.load(path, mmap_mode="r", allow_pickle=False) if path.suffix == ".npy" else _column(path, column)
-    if values.ndim != 1 or values.dtype.kind not in "iuf":
+    try:
+        values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else None
+    except (ValueError, EOFError):
+        raise ValueError(f"{path} is no .npy file of numbers; write it with numpy.save") from None
+    values = _column(path, column) if values is None else values
+    if values.size and values.dtype.kind in "OUS":
+        raise ValueError(f"{path} holds {str(values.ravel()[0])[:40]!r} where a number should be; give numbers only")
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iuf"):
         raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one number for each sample")
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ValueError(f"{path} holds numbers that are not finite; give the positions of each sample")
     if values.size and (values.min() < 0 or values.max() > 1 << 32):
         raise ValueError(f"{path} holds {values.min()} to {values.max()}; give lengths of 0 to 2^32")
+    if values.size and not values.any():
+        raise ValueError(f"{path} holds only zeros: there is nothing to balance; give the positions of each sample")
     return np.asarray(values, np.int64)
 
 
@@ -92,7 +100,8 @@ def _column(path: Path, column: str | None) -> Any:
         data = pyarrow.dataset.dataset(path, format=path.suffix[1:])
         names = data.schema.names
         if column not in names if column is not None else len(names) != 1:
-            raise ValueError(f"--column is {column!r}; name one of {', '.join(names)}")
+            given = "is not given" if column is None else f"is {column!r}"
+            raise ValueError(f"--column {given}; name one of {', '.join(names)}")
         values = data.to_table(columns=[column or names[0]]).column(0)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
