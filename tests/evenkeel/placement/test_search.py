@@ -29,6 +29,7 @@ from evenkeel.placement import (
 )
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.options import ratio_grid
+from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import build_problem
 from evenkeel.placement.program import solve_core
 from evenkeel.placement.search import solve
@@ -125,6 +126,7 @@ def test_solvers_print_nothing_and_run_beside_others_that_use_more_threads() -> 
 import highspy
 import numpy as np
 from evenkeel.placement.limits import Watch
+from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import build_problem
 from evenkeel.placement.program import solve_core
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
@@ -191,6 +193,19 @@ def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
     assert short.seconds is not None
     assert short.step_seconds == pytest.approx(max(short.host_seconds, short.seconds))
     assert short.step_seconds <= max(free.host_seconds, free.seconds) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [0, 12])
+@pytest.mark.parametrize("hbm_gib", [3, 5])
+def test_a_shortest_step_is_proved_and_no_trivial_one_is_shorter(count: int, hbm_gib: int) -> None:
+    asked = request(random_tables(count, 4), hbm_gib=hbm_gib)
+    asked = replace(asked, step=replace(asked.step, dense_ms=1e-4))
+    found = plan(asked)
+    assert (found.status, found.gap) == (Status.OPTIMAL, 0)
+    assert found.step_seconds is not None
+    for trivial in trivial_plans(asked).values():
+        assert trivial.step_seconds is not None
+        assert found.step_seconds <= trivial.step_seconds * (1 + 1e-9)
 
 
 SOLVER = SolverOptions(ratio_steps=10, time_limit_s=20)
