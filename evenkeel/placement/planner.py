@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,12 +14,12 @@ from evenkeel.placement.invalid_input import InvalidInputError
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Table
-from evenkeel.placement.options import rank_load
+from evenkeel.placement.options import allowed_modes, rank_load
 from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
 from evenkeel.placement.problem import UNIT, Module, Problem, budgets, build_problem, modes_of
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.search import PricedGroup
+from evenkeel.placement.search import PricedGroup, Solution
 from evenkeel.placement.shortage import explain_shortage
 from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
 from evenkeel.placement.timing import fixed_seconds
@@ -57,23 +57,18 @@ def plan(
     trivial = trivial_placements(request, problem, watch)
     gap = 0.0 if len(request.tables) <= EXACT_TABLES and not problem.has_shards else request.solver.gap
     starts = [placed for placed in trivial.values() if placed is not None]
-    placed, solution = solve_and_place(problem, request.topology, watch.part(_SEARCH_SHARE), gap=gap, starts=starts)
+    placed, solution, gap = fastest(request, problem, watch.part(_SEARCH_SHARE), gap=gap, starts=starts)
     if placed is None:
         found = _empty(request)
         if solution.proved:
             left = Watch(max(_MOMENT_S, watch.left()), should_stop=should_stop, clock=clock)
             found = replace(found, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
         return found
-    bound = min(solution.bound, placed.seconds)
-    cost, least = placed.seconds, bound
-    if request.step.dense_ms is not None:
-        placed, cost, least = _shortest_step(request, problem, placed, bound, watch, gap)
-    gap = 0.0 if cost <= least * (1 + _NO_GAP) else 1 - least / cost
     found = _plan_of(request, problem, placed)
     return replace(
         found,
         status=Status.OPTIMAL if gap <= max(request.solver.gap, _NO_GAP) * 1.001 else Status.FEASIBLE,
-        bound_seconds=bound,
+        bound_seconds=min(solution.bound, placed.seconds),
         gap=gap,
         hbm=replace(found.hbm, seconds_per_gib=float(solution.prices[0]) * 1024),
         host=replace(found.host, seconds_per_gib=float(solution.prices[1]) * 1024),
@@ -123,30 +118,66 @@ def _pins(table: Table) -> str:
     return f"{table.name!r} ({' '.join(modes + ratio)})"
 
 
+def fastest(
+    request: PlanRequest, problem: Problem, watch: Watch, *, gap: float, starts: Sequence[Placed] = ()
+) -> tuple[Placed | None, Solution, float]:
+    """The placement with the shortest step, what is proved of kernels, and the gap that is left.
+
+    Without `dense_ms` kernels are the step. With it the host may bind, for which fewer modules are better.
+
+    Args:
+        request: What is planned.
+        problem: Its options.
+        watch: Once its time is up, the best found is returned.
+        gap: Relative gap to prove.
+        starts: Placements that are candidates.
+    """
+    dense_ms, topology = request.step.dense_ms, request.topology
+    part = watch if dense_ms is None else watch.part(0.5)
+    placed, solution = solve_and_place(problem, topology, part, gap=gap, starts=starts)
+    if placed is None:
+        return None, solution, 0.0
+    cost, least = placed.seconds, solution.bound
+    if dense_ms is not None:
+        placed, cost, least = _shortest_step(request, problem, [placed, *starts], least, watch, gap)
+    return placed, solution, 0.0 if cost <= least * (1 + _NO_GAP) else 1 - least / cost
+
+
 def _shortest_step(
-    request: PlanRequest, problem: Problem, placed: Placed, bound: float, watch: Watch, gap: float
+    request: PlanRequest, problem: Problem, candidates: list[Placed], bound: float, watch: Watch, gap: float
 ) -> tuple[Placed, float, float]:
-    """The placement with the shortest step, its time and a bound: where the host binds, fewer modules may be better."""
-    dense = (request.step.dense_ms or 0.0) / 1e3
+    """The placement with the shortest step, its time and a bound: the fastest kernels of each set of modes compete.
 
-    def seconds(candidate: Placed) -> float:
-        return max(_host_seconds(_modules(request, problem, candidate)), dense + candidate.seconds)
+    A plan in all modes of a set and no others takes no less than is proved for kernels in that set, and launches a
+    module of each, and of each table the cheapest that it may be in.
+    """
+    dense, costs = (request.step.dense_ms or 0.0) / 1e3, request.profile.costs(request.runtime)
+    able = [(table.fuse_key, allowed_modes(request, table)) for table in request.tables]
+    kinds = sorted(modes_of(request))
 
-    costs = request.profile.costs(request.runtime)
-    fused: dict[object, list[float]] = {}
-    for table in request.tables:
-        able = [fixed_seconds(costs, mode) for mode in modes_of(replace(request, tables=(table,)))]
-        fused.setdefault(table.fuse_key, []).append(min(able))
-    least = max(sum(map(max, fused.values())), dense + bound)
-    best, kinds = placed, sorted(modes_of(request))
-    for allowed in itertools.chain.from_iterable(itertools.combinations(kinds, size) for size in range(1, len(kinds))):
-        if seconds(best) <= least * (1 + request.solver.gap) or watch.is_over():
-            break
-        fewer = problem.without(lambda module, allowed=allowed: module.mode not in allowed)  # type: ignore[misc]
-        found, _ = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
-        if found is not None and seconds(found) < seconds(best):
-            best = found
-    return best, seconds(best), least
+    def seconds(candidate: Placed) -> tuple[float, float]:
+        host = _host_seconds(_modules(request, problem, candidate))
+        return max(host, dense + candidate.seconds), candidate.seconds
+
+    def launches(modes: tuple[Mode, ...]) -> float:
+        fixed, fused = {mode: fixed_seconds(costs, mode) for mode in modes}, dict[object, float]()
+        for key, own in able:
+            least = min((fixed[mode] for mode in own if mode in fixed), default=math.inf)
+            fused[key] = max(fused.get(key, 0.0), least)
+        return max(sum(fixed.values()), sum(fused.values()))
+
+    best = min(candidates, key=seconds)
+    floors = []
+    for modes in itertools.chain.from_iterable(itertools.combinations(kinds, n + 1) for n in range(len(kinds))):
+        host, kernels = launches(modes), bound
+        if max(host, dense + bound) < seconds(best)[0] * (1 - gap) and len(modes) < len(kinds) and not watch.is_over():
+            fewer = problem.without(lambda module, modes=modes: module.mode not in modes)  # type: ignore[misc]
+            found, proved = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
+            kernels = max(bound, proved.bound)
+            best = best if found is None else min(best, found, key=seconds)
+        floors.append(max(host, dense + kernels))
+    cost = seconds(best)[0]
+    return best, cost, min([cost, *floors])
 
 
 def _empty(request: PlanRequest) -> Plan:

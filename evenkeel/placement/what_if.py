@@ -16,7 +16,7 @@ from evenkeel.placement.model import Topology
 from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Plan
-from evenkeel.placement.planner import plan
+from evenkeel.placement.planner import fastest, plan
 from evenkeel.placement.problem import Problem, budgets, build_problem
 from evenkeel.placement.request import PlanRequest, with_time
 from evenkeel.placement.shortage import smallest_bytes
@@ -36,8 +36,8 @@ class CurvePoint:
     Attributes:
         hbm_bytes: HBM of a rank, reservations included.
         host_bytes: Memory of a host, reservations included; `None` is unlimited.
-        seconds: Time of a step; `None` where nothing fits.
-        bound_seconds: No plan on the ratios of the curve, fewer than those of a plan, is faster.
+        seconds: Kernel time of the fastest plan; `None` where nothing fits.
+        bound_seconds: No plan on the ratios of the curve, fewer than those of a plan, has faster kernels.
     """
 
     hbm_bytes: int
@@ -67,8 +67,8 @@ class WhatIf:
         plan: The plan under the budgets as given; its budgets carry the shadow prices.
         curve: Time against HBM, in ascending order of HBM.
         host_curve: Time against the memory of a host, likewise; empty unless it was asked for.
-        next_hbm_gib_saves_seconds: Time that one more GiB of HBM on every rank saves, by planning again.
-        next_host_gib_saves_seconds: Time that one more GiB of memory on every host saves, by planning again.
+        next_hbm_gib_saves_seconds: Kernel time that one more GiB of HBM on every rank saves, by planning again.
+        next_host_gib_saves_seconds: Kernel time that one more GiB of memory on every host saves, by planning again.
         tables: The tables to which more HBM is worth most, best first.
     """
 
@@ -168,9 +168,9 @@ def _with_memory(request: PlanRequest, resource: int, size: int) -> Topology:
 
 def _point(request: PlanRequest, problem: Problem, resource: int, size: int, watch: Watch) -> CurvePoint:
     topology = _with_memory(request, resource, size)
-    budget = budgets(replace(request, topology=topology))
     gap = max(_CURVE_GAP, request.solver.gap)
-    placed, found = solve_and_place(problem.with_budget(*map(float, budget)), topology, watch, gap=gap)
+    asked = replace(request, topology=topology)
+    placed, found, _ = fastest(asked, problem.with_budget(*map(float, budgets(asked))), watch, gap=gap)
     return CurvePoint(
         hbm_bytes=topology.hbm_bytes,
         host_bytes=topology.host_bytes,
@@ -197,6 +197,6 @@ def _next(request: PlanRequest, resource: int, seconds: float, watch: Watch) -> 
     if resource or topology.hbm_bytes:
         more = float(budget[resource] + _GIB_UNITS)
         topology = _with_memory(request, resource, smallest_bytes(request, resource, more))
-    problem = build_problem(replace(request, topology=topology), watch=watch)
-    placed, _ = solve_and_place(problem, topology, watch, gap=request.solver.gap)
+    asked = replace(request, topology=topology)
+    placed, _, _ = fastest(asked, build_problem(asked, watch=watch), watch, gap=request.solver.gap)
     return 0.0 if placed is None else max(0.0, seconds - placed.seconds)

@@ -61,9 +61,10 @@ def contenders(request: PlanRequest, first: Plan, torchrecs: Mapping[str, Any] |
         costs = request.profile.costs(request.runtime)
         runtimes = {request.runtime.value: replace(costs, miss_factor=factor * costs.miss_factor)}
         made[name] = _planned(replace(request, hardware=replace(request.profile, runtimes=runtimes)))
-    made |= trivial_plans(with_time(request, _SEARCH_S))
-    if torchrecs:
-        made["TorchRec's planner"] = _as_cut(request, torchrecs)
+    with contextlib.suppress(InvalidInputError):  # there may be no time to price all tables
+        made |= trivial_plans(with_time(request, min(_SEARCH_S, request.solver.time_limit_s)))
+    with contextlib.suppress(InvalidInputError):  # TorchRec cuts into widths that FBGEMM does not take
+        made["TorchRec's planner"] = _as_cut(request, torchrecs) if torchrecs else None
     different: dict[tuple[Any, ...], tuple[str, Plan]] = {}
     for name, each in made.items():
         if each is not None and each.placements:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +77,11 @@ class KeyStatistics:
         for index, names in enumerate(features.values()):
             for name in names:
                 self._tables.setdefault(name, []).append(index)
-        self._reader = ThreadPoolExecutor(1, "evenkeel-key-statistics")
-        self._reading: deque[Future[None]] = deque()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reader: threading.Thread | None = None
+        self._reading: deque[threading.Event] = deque()
         self._failure: Exception | None = None
+        weakref.finalize(self, self._work.put, None)
 
     def observe(self, *batches: Any) -> None:
         """Take the keys of one step.
@@ -92,7 +97,11 @@ class KeyStatistics:
         self._wait(_AHEAD)
         step = [_on_the_way(batch) for batch in batches]
         samples = max((int(batch.stride()) for batch in batches), default=0)
-        self._reading.append(self._reader.submit(self._read, step, samples))
+        if self._reader is None:  # a daemon: a copy that never arrives must not keep the job from ending
+            self._reader = threading.Thread(target=_run, args=(self._work,), name="key-statistics", daemon=True)
+            self._reader.start()
+        self._reading.append(threading.Event())
+        self._work.put(partial(self._read, step, samples, self._reading[-1]))
 
     def traces(self) -> dict[str, KeyTrace]:
         """What this rank saw, by name of the table; waits for batches that are still being read.
@@ -159,18 +168,22 @@ class KeyStatistics:
 
     def _wait(self, ahead: int = 0) -> None:
         """Waits until no more than so many steps are still to be read."""
-        try:
-            while self._failure is None and len(self._reading) > ahead:
-                self._reading[0].result(_PATIENCE)
-                self._reading.popleft()
-        except TimeoutError:
-            raise RuntimeError(f"key statistics: no batch was read for {_PATIENCE:g} s") from None
-        except Exception as error:
-            self._failure = error
+        while len(self._reading) > ahead:
+            if not self._reading[0].wait(_PATIENCE):
+                raise RuntimeError(f"key statistics: no batch was read for {_PATIENCE:g} s")
+            self._reading.popleft()
         if self._failure is not None:
             raise RuntimeError(f"key statistics: a batch could not be read: {self._failure}") from self._failure
 
-    def _read(self, step: list[_Features], samples: int) -> None:
+    def _read(self, step: list[_Features], samples: int, done: threading.Event) -> None:
+        try:
+            if self._failure is None:
+                self._count(step, samples)
+        except Exception as error:
+            self._failure = error
+        done.set()
+
+    def _count(self, step: list[_Features], samples: int) -> None:
         batches = []
         for features in step:
             if features.arrived is not None:
@@ -187,6 +200,12 @@ class KeyStatistics:
             ]
             batches.append((features.values.numpy(), np.array(runs, dtype=np.int64).reshape(-1, 3)))
         self._sampler.observe(batches, samples)
+
+
+def _run(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    for read in iter(work.get, None):
+        read()
+        del read  # or it would keep the statistics while it waits
 
 
 def _on_the_way(batch: Any) -> _Features:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from evenkeel.placement import (
     InvalidInputError,
     Mode,
+    Optimizer,
     PlanRequest,
     Runtime,
     SolveCancelledError,
@@ -27,9 +28,11 @@ from evenkeel.placement import (
     Zipf,
     plan,
 )
+from evenkeel.placement.layouts import ROW_WISE
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.options import ratio_grid
-from evenkeel.placement.problem import build_problem
+from evenkeel.placement.planner import trivial_plans
+from evenkeel.placement.problem import Group, Module, Problem, build_problem
 from evenkeel.placement.program import solve_core
 from evenkeel.placement.search import solve
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
@@ -120,14 +123,55 @@ def test_the_gap_of_many_tables_is_as_asked(runtime: str) -> None:
     assert 0 <= found.cost - found.bound <= 1.0001e-3 * found.cost
 
 
+def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
+    size = np.array([5 - 5e-7, 5, 4 + 1e-6, 8 - 1e-6, 4 + 5e-7, 6])
+    none, modules = np.zeros(6), (Module(ROW_WISE, Mode.HBM_ONLY, 1.0), Module(ROW_WISE, Mode.HOST_ONLY, 0.0))
+    seconds, hbm = np.stack([none, size], axis=1), np.stack([1e3 * size.round(), none], axis=1)
+    group = Group(tuple(range(6)), modules, seconds, hbm, np.zeros((6, 2)), np.ones((3, 2)))
+    problem = Problem((group,), np.array([16e3, np.inf]))
+    core = solve_core(problem, [seconds >= 0], gap=0.0, start=None, watch=Watch())
+    assert core.choice is not None
+    assert problem.cost(core.choice) == pytest.approx(16 - 5e-7, abs=1e-8)
+    assert core.bound == pytest.approx(16 - 5e-7, abs=1e-8)
+
+
+def test_a_program_that_presolving_made_wrong_is_solved() -> None:
+    """With presolve HiGHS 1.16 calls a start of it optimal, at an objective that is not that of its values."""
+    rows = (430_645, 2_068_629, 2_551_545, 202_673, 550_723, 309_439, 3_000_001, 1_978_802)
+    dims, lookups = (32, 32, 64, 128, 128, 128, 64, 64), (20.0, 1.0, 1.0, 5.0, 1.0, 1.0, 20.0, 1.0)
+    exponents = (
+        1.0216412719388595, 1.0764582901572335, 1.1067808737074292, 1.026357563788462,
+        0.9580383727744257, 1.0387878856886057, 0.8790758113571994, 1.1002895228252756,
+    )  # fmt: skip
+    tables = tuple(
+        Table(
+            name=f"t{i}", rows=n, dim=d, ids_per_sample=ids, access=Zipf(exponent=e),
+            optimizer=Optimizer.ADAGRAD, pooled=i not in (1, 4),
+        )
+        for i, (n, d, ids, e) in enumerate(zip(rows, dims, lookups, exponents, strict=True))
+    )  # fmt: skip
+    machines = Topology(ranks=8, hbm_bytes=1_250_000_000, host_bytes=1_828_962_304)
+    options = SolverOptions(ratio_steps=6)
+    problem = build_problem(
+        PlanRequest(tables=tables, topology=machines, step=Step(samples_per_rank=2048), solver=options)
+    )
+    every = [np.isfinite(group.seconds) for group in problem.groups]
+    best = solve_core(problem, every, gap=0.0, start=None, watch=Watch()).choice
+    assert best is not None
+    found = solve(problem, Watch())
+    assert found.proved
+    assert found.cost == pytest.approx(problem.cost(best), rel=1e-6)
+
+
 def test_solvers_print_nothing_and_run_beside_others_that_use_more_threads() -> None:
     program = """
 import highspy
 import numpy as np
 from evenkeel.placement.limits import Watch
+from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import build_problem
 from evenkeel.placement.program import solve_core
-from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
+from evenkeel.placement.search import solve
 from tests.evenkeel.placement.instances import random_tables, request
 
 def with_threads(threads):
@@ -143,6 +187,7 @@ assert with_threads(1) == highspy.HighsStatus.kError, "HiGHS takes another numbe
 problem = build_problem(request(random_tables(6, 1), hbm_gib=1.5), np.array([0.1, 0.5]))
 kept = [np.isfinite(group.seconds) for group in problem.groups]
 assert solve_core(problem, kept, gap=0.0, start=None, watch=Watch()).choice is not None
+assert solve(problem, Watch()).choice is not None
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout, done.stderr) == ("", "")
@@ -191,6 +236,19 @@ def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
     assert short.seconds is not None
     assert short.step_seconds == pytest.approx(max(short.host_seconds, short.seconds))
     assert short.step_seconds <= max(free.host_seconds, free.seconds) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [0, 12])
+@pytest.mark.parametrize("hbm_gib", [3, 5])
+def test_a_shortest_step_is_proved_and_no_trivial_one_is_shorter(count: int, hbm_gib: int) -> None:
+    asked = request(random_tables(count, 4), hbm_gib=hbm_gib)
+    asked = replace(asked, step=replace(asked.step, dense_ms=1e-4))
+    found = plan(asked)
+    assert (found.status, found.gap) == (Status.OPTIMAL, 0)
+    assert found.step_seconds is not None
+    for trivial in trivial_plans(asked).values():
+        assert trivial.step_seconds is not None
+        assert found.step_seconds <= trivial.step_seconds * (1 + 1e-9)
 
 
 SOLVER = SolverOptions(ratio_steps=10, time_limit_s=20)

@@ -35,6 +35,18 @@ def test_what_if_is_a_falling_curve_through_the_plan() -> None:
     assert here.seconds == pytest.approx(answer.plan.seconds, rel=2e-3)
 
 
+@pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
+def test_curve_and_savings_beside_a_dense_part_are_those_of_such_plans(runtime: str) -> None:
+    asked = request(random_tables(12, 4), hbm_gib=3, runtime=runtime)
+    asked = replace(asked, step=replace(asked.step, dense_ms=1e-4))
+    answer = what_if(asked, hbm_bytes=(3 << 30, 4 << 30))
+    now, then = (point.seconds for point in answer.curve)
+    assert now == pytest.approx(answer.plan.seconds)
+    assert now is not None
+    assert then is not None
+    assert answer.next_hbm_gib_saves_seconds == pytest.approx(now - then, abs=0.02 * now)  # curves have other ratios
+
+
 def test_what_if_is_a_falling_curve_over_the_memory_of_a_host_too() -> None:
     asked = request(random_tables(12, 8), hbm_gib=1.5, host_gib=60)
     answer = what_if(asked, points=0, host_points=8)

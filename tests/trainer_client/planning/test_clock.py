@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
 from evenkeel.placement.plan_file import MeasuredPlan, correction_factors, loads
+from evenkeel.placement.request import with_time
 from evenkeel.plan_requests import unpacked, with_measured
 from tests.trainer_client.planning.test_model import Model, batches, keys_of
 from trainer_client.planning import load_sharding_plan, plan_model
@@ -63,6 +66,17 @@ def test_contenders_are_those_of_a_minute_and_all_of_them_fit() -> None:
     assert len(set(dense)) == 2
     roomy = _request(1 << 30)
     assert {placed.mode for placed in contenders(roomy, plan(roomy))["plan"].placements} == {Mode.HBM_ONLY}
+
+
+def test_contenders_that_cannot_be_made_are_left_out() -> None:
+    table = Table(name="t", rows=1000, dim=100, pooled=True)
+    request = replace(_request(ranks=2), tables=(table,))
+    first = plan(request)
+    halves = [ShardMetadata([0, 50 * rank], [1000, 50], f"rank:{rank}/cpu") for rank in range(2)]
+    cut = ParameterSharding("column_wise", "fused", [0, 1], EnumerableShardingSpec(halves))
+    assert "TorchRec's planner" not in contenders(request, first, {"t": cut}), "FBGEMM takes no parts of 50"
+    many = tuple(replace(table, name=f"t{index}") for index in range(100))
+    assert contenders(with_time(replace(request, tables=many), 0.01), first) == {"plan": first}
 
 
 def _race(rank: int) -> tuple[MeasuredPlan, ...]:
