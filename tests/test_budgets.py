@@ -15,9 +15,9 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (13223, 9500),
     "services": (4548, 4500),
     "services/balancer": (1731, 2000),
-    "trainer_client": (21202, 15000),
-    "trainer_client/balancing": (11242, 8000),
-    "tests": (29130, 20000),
+    "trainer_client": (21221, 15000),
+    "trainer_client/balancing": (11245, 8000),
+    "tests": (29187, 20000),
     "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
