@@ -58,8 +58,8 @@ done
 step bucketize "$python" -m benchmarks.bucketize --device cuda "${cases[@]}" --json "$out/bucketize.json"
 if has torchrec && has fbgemm_gpu; then
   if has highspy; then
-    [ "${QUICK:-0}" = 1 ] && cases=(--case HBM_ONLY --case mixture) || cases=()
-    step plans "${ranks[@]}" benchmarks.placement_gpu "${cases[@]}" --check --json "$out/placement_gpu.json"
+    [ "${QUICK:-0}" = 1 ] && cases=(--quick) || cases=(--tables 26 --share 0.2)  # of all cells, one that ends in time
+    step plans "$python" -m benchmarks.placement_gpu "${cases[@]}" --json "$out/placement_gpu.json"
   else
     left_out plans "HiGHS (highspy) is not installed"
   fi
@@ -75,10 +75,10 @@ if [ "$gpus" -ge 2 ]; then
   if has torchrec && has fbgemm_gpu; then
     step torchrec "${ranks[@]}" tests.trainer_client.embedding.routing.torchrec_checks
     step held "${ranks[@]}" tests.trainer_client.balancing.pipelines.held_checks --device cuda
-    if has hypothesis && has attrs; then
+    if has "hypothesis, attrs, pydantic, tensordict"; then
       step batches "${ranks[@]}" tests.trainer_client.balancing.redistribution.structures --programs 200 --cuda
     else
-      left_out batches "hypothesis and attrs are not installed"
+      left_out batches "hypothesis, attrs, pydantic and tensordict are not all installed"
     fi
   else
     for name in torchrec held batches; do left_out "$name" "TorchRec and FBGEMM are not installed"; done

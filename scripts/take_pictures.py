@@ -14,8 +14,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from benchmarks.harness.authorities import channel
 from services.operations.launch import running_service
-from tests.services.balancer.watched import WatchedJob
+from tests.services.balancer.jobs import RunningJob, watched
 from tests.services.planner.browsing import Page, browsing
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -63,12 +64,13 @@ def take_balancer(folder: Path) -> None:
         balancer = stack.enter_context(running_service("services.balancer", *flags))
         for job, ranks in (("a-ranking-4711", 8), ("a-retrieval-4698", 4), ("b-hstu", 2)):
             slow = 2 if ranks == 8 else None
-            watched = WatchedJob(balancer.address, job, ranks=ranks, late=5 if ranks == 8 else 0, slow=slow, pause=0.05)
-            stack.enter_context(watched)
+            facts = watched(5 if ranks == 8 else 0, slow)
+            running = RunningJob(lambda: channel(balancer.address, None), job, ranks=ranks, facts=facts)
+            stack.enter_context(running)
         page = stack.enter_context(browsing(f"http://127.0.0.1:{port.read_text().strip()}", folder))
         page.browser.get(page.url)
         page.resize(WIDTH, 1900)
-        page.wait(lambda: page.count("#streams tbody tr") == 3 and watched.planned > ROUNDS)
+        page.wait(lambda: page.count("#streams tbody tr") == 3 and running.planned > ROUNDS)
         take(page, "header", "#streams", "balancer_jobs.png")
         page.run("document.querySelector('#streams a[href*=ranking]').click()")
         page.wait(lambda: page.count("#ranks .rank") == 8)

@@ -1,4 +1,4 @@
-"""What the pages point to exists: pages, sections, pictures, files and programs."""
+"""What the pages and the scripts point to exists: pages, sections, pictures, files and programs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from scripts.mutants import AREAS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -29,3 +31,12 @@ def test_what_a_page_points_to_exists(page: Path) -> None:
         assert name in MADE_BY_READERS or (ROOT / name).exists(), name
     for module in re.findall(r"-m ((?:benchmarks|examples|scripts|services)(?:\.\w+)+)", text):
         assert find_spec(module) is not None, module
+
+
+def test_modules_that_scripts_use_exist() -> None:
+    for script in [*ROOT.glob("scripts/*.py"), ROOT / "scripts" / "gpu_checks.sh"]:
+        for module in re.findall(r"\b((?:benchmarks|tests)(?:\.\w+)+)(?=\s)", script.read_text(encoding="utf-8")):
+            assert find_spec(module) is not None, (script.name, module)
+    for place, modules, names in AREAS.values():
+        for path in [f"{place}/{name}.py" for name in modules.split()] + [f"tests/{name}.py" for name in names.split()]:
+            assert (ROOT / path).exists(), path

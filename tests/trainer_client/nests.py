@@ -16,6 +16,7 @@ import pydantic
 import torch
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict, tensorclass
+from torch.utils._pytree import MappingKey
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.trainer_client.random_batches import as_bytes
@@ -110,7 +111,17 @@ class Registered:
         self.items = list(items)
 
 
+class Reversed(dict[str, Any]):
+    """A dict that its user has registered with its values from the last to the first."""
+
+
 torch.utils._pytree.register_pytree_node(Registered, lambda one: (one.items, None), lambda items, _: Registered(*items))
+torch.utils._pytree.register_pytree_node(
+    Reversed,
+    lambda one: ([*reversed(one.values())], tuple(one)),
+    lambda items, keys: Reversed(zip(keys, reversed([*items]), strict=True)),
+    flatten_with_keys_fn=lambda one: ([(MappingKey(k), one[k]) for k in reversed(one)], tuple(one)),
+)
 
 
 @tensorclass
@@ -152,6 +163,7 @@ CONTAINERS = {
     "rows": Container(lambda a, b, ids: Rows([a, ids, b]), "0", "2"),
     "pair": Container(lambda a, b, _: Pair(a, b)),
     "registered": Container(lambda a, b, _: Registered(a, b), "0", "1"),
+    "reversed": Container(lambda a, b, _: Reversed(left=a, right=b)),
     "frozen": Container(lambda a, b, _: Frozen(a, b)),
     "slots": Container(lambda a, b, _: Slots(a, b)),
     "computed": Container(Computed),
@@ -223,6 +235,9 @@ _PADDING = {"derived": {".longest": MaxLength(".n")}}
 KINDS = {
     "floats": Kind(lambda s: _ids(s).to(torch.bfloat16)[:, None].expand(-1, 2)),
     "conjugates": Kind(lambda s: torch.complex(_ids(s).float(), torch.ones(len(s))).conj()),
+    "negated": Kind(lambda s: torch.complex(torch.ones(len(s)), _ids(s).float()).conj().imag),
+    "columns": Kind(lambda s: _ids(s)[:, None].expand(-1, 4)[:, ::2]),
+    "parameter": Kind(lambda s: torch.nn.Parameter(_ids(s) / 2, requires_grad=False)),
     "two rows": Kind(lambda s: _ids(s).repeat_interleave(2), {"rows_per_sample": {"": 2}}),
     "counted": Kind(
         lambda s: {"v": _values(s), "n": _lengths(s), "longest": max(_counts(s), default=0)},
@@ -241,6 +256,9 @@ KINDS = {
     "left": Kind(
         lambda s: _padded(s, left=True), {"padded": {".p": Padded(lengths=".n", value=-1, side="left")}} | _PADDING
     ),
+    "reversed array": Kind(lambda s: np.array(s[::-1], dtype="i8")[::-1]),
+    "read-only array": Kind(lambda s: np.broadcast_to(np.array(s, dtype="i8")[:, None], (len(s), 3))),
+    "long doubles": Kind(lambda s: np.array(s, dtype=np.longdouble)),
     "big-endian": Kind(lambda s: np.array(s, dtype=">i4")),
     "times": Kind(lambda s: np.array([f"2026-01-{1 + i % 28:02}" for i in s], dtype=">M8[D]")),
     "text array": Kind(lambda s: np.array([["x" * (i % 9)] for i in s], dtype="U").reshape(len(s), 1)),

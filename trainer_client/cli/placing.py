@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from evenkeel.placement import InvalidInputError, PlanRequest
+from evenkeel.placement import InvalidInputError, PlanRequest, Runtime
 from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.model import MAX_BYTES
@@ -142,16 +142,26 @@ def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[Pla
     return with_statistics(request, traces)
 
 
-def check_outputs(outputs: Mapping[str, Path], tables: Path) -> None:
-    """Refuses files, by flag, that could not be written or would be lost."""
+def check_outputs(outputs: Mapping[str, Path], tables: Path, request: PlanRequest) -> None:
+    """Refuses files, by flag, that could not be made or written, or would be lost: before anything is planned."""
     for flag, path in outputs.items():
         if path.exists() and path.samefile(tables):
             raise InvalidInputError(flag, str(path), "is the file that is read", "name another")
         for other, its in outputs.items():
             if its == path and other != flag:
                 raise InvalidInputError(flag, str(path), f"is the file of {other} too", "name another")
-        if flag == "--sharding-plan" and not (path.stem.isidentifier() and path.suffix == ".py"):
-            raise InvalidInputError(flag, str(path), "is no name of a Python module", "name it like sharding.py")
+    flag = "--sharding-plan"
+    if module := outputs.get(flag):
+        if not (module.stem.isidentifier() and module.suffix == ".py"):
+            raise InvalidInputError(flag, str(module), "is no name of a Python module", "name it like sharding.py")
+        if request.runtime is not Runtime.TORCHREC:
+            what = f"is TorchRec's, and the runtime is {request.runtime.value}"
+            raise InvalidInputError(flag, str(module), what, "add --runtime torchrec, or leave it out for --code")
+        for index, table in enumerate(request.tables):
+            if not table.group:
+                what = f"is empty, and {flag} needs it"
+                remedy = "give the path of the module that owns the table, or load the plan with load_sharding_plan"
+                raise InvalidInputError(f"tables[{index}].group", table.group, what, remedy)
 
 
 def race(content: PlanFile, seconds: float, statistics: Sequence[Path], device: str) -> PlanFile:

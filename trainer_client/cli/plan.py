@@ -78,7 +78,6 @@ def plan(
     outputs = {flag: path for flag, path in paths.items() if path is not None}
     quiet = as_json or code
     with errors_in_a_sentence():
-        placing.check_outputs(outputs, tables)
         request = placing.build_request(
             read(tables),
             topology=topology,
@@ -90,6 +89,7 @@ def plan(
             else read(profile, "a hardware profile, as `evenkeel calibrate` writes it,"),
             overrides={"runtime": runtime, "samples_per_rank": samples, "dense_ms": dense_ms},
         )
+        placing.check_outputs(outputs, tables, request)
         curves: Mapping[str, MeasuredCurve] = {}
         if statistics:
             request, curves = placing.with_statistics_of(statistics, request)

@@ -41,8 +41,7 @@ _exporters: set[RankExporter] = set()  # those that serve
 # Steps take from a few milliseconds to minutes; balancing a hundredth of that.
 _STEP_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _EXCESS_BUCKETS = (0.0001, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_MAX_LOADERS = 16
-_MAX_TABLES = 200
+_MOST = {"loader": 16, "table": 200}  # values of a label that come from the program
 OTHER = "other"
 
 _COUNTERS = {
@@ -103,7 +102,7 @@ class RankMeasures:
     def __init__(self, *, job: str, rank: int) -> None:
         self.registry = CollectorRegistry()
         self._job, self._rank = job, rank
-        self._names: dict[int, set[str]] = {_MAX_LOADERS: set(), _MAX_TABLES: set()}
+        self._names: dict[str, set[str]] = {label: set() for label in _MOST}
         self._metrics: dict[str, Any] = {}
         for kind, metrics in ((Counter, _COUNTERS), (Gauge, _GAUGES), (Histogram, _HISTOGRAMS)):
             for name, text in metrics.items():
@@ -115,10 +114,10 @@ class RankMeasures:
     def _of(self, name: str, *labels: str) -> Any:
         return self._metrics[name].labels(self._job, str(self._rank), *labels)
 
-    def _bounded(self, name: str, most: int = _MAX_LOADERS) -> str:
+    def _bounded(self, name: str, label: str = "loader") -> str:
         """A label's value that comes from the program; those beyond a bound share one."""
-        names = self._names[most]
-        if len(names) < most:
+        names = self._names[label]
+        if len(names) < _MOST[label]:
             names.add(name)
         return name if name in names else OTHER
 
@@ -175,7 +174,7 @@ class RankMeasures:
 
     def key_skew(self, table: str, ratio: float) -> None:
         """Keys per rank of a table's lookup, largest over mean; as `trainer_client.embedding.routing` reports it."""
-        self._of("key_skew_ratio", self._bounded(table, _MAX_TABLES)).set(ratio)
+        self._of("key_skew_ratio", self._bounded(table, "table")).set(ratio)
 
 
 class RankExporter:

@@ -48,10 +48,12 @@ def test_balancing_makes_nothing_worse(lengths: list[int], ranks: int, batch: in
 
 def test_as_loaded_is_what_the_lengths_say() -> None:
     found = estimate_gain(LENGTHS, ranks=8, batch=64, linear=2.0, pairs=1.0)
-    loads = costs_of(LENGTHS, 2.0, 1.0).reshape(8, 8, 64).sum(axis=2)
+    costs = costs_of(LENGTHS, 2.0, 1.0).reshape(8, 8, 64)  # step, rank, sample
+    loads = costs.sum(axis=2)
     assert found[0].imbalance == pytest.approx(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
     assert found[1].speed_up == pytest.approx(found[0].imbalance / found[1].imbalance)
-    assert found[1].speed_up > 1.1
+    least = np.maximum(costs.max(axis=(1, 2)), loads.mean(axis=1))  # that whole samples allow
+    assert found[1].speed_up > 0.99 * loads.max(axis=1).sum() / least.sum()
 
 
 def test_one_giant_needs_to_be_split() -> None:

@@ -111,6 +111,7 @@ REFUSED: list[tuple[bytes, tuple[str, ...], str]] = [
     (b"- {name: a, rows: 5, dim: 4,\n   rows: 6}", (), "rows: is there twice in one object"),
     (b'[{"name": "a", "rows": 5, "dim": 4, "rows": 6}]', (), "rows: is there twice in one object"),
 ]
+NOBODY = ("--planner", "http://127.0.0.1:9")  # where a plan that is asked for fails in another way
 FLAGS: list[tuple[tuple[str, ...], str]] = [
     ((), "give --topology"),
     (("--topology", "z80x8"), "z80"),
@@ -124,8 +125,8 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--profile", "{}/empty"), "write a hardware profile"),
     (("--output", "{}/tables.yaml"), "is the file that is read"),
     (("--output", "{}/x", "--report", "{}/x"), "is the file of --report too"),
-    (("--sharding-plan", "{}/sharding.py"), "plan.runtime: is not torchrec"),
-    (("--runtime", "torchrec", "--sharding-plan", "{}/sharding.py"), "tables[0].group: is empty"),
+    (("--sharding-plan", "{}/sharding.py", *NOBODY), "add --runtime torchrec, or leave it out for --code"),
+    (("--runtime", "torchrec", "--sharding-plan", "{}/sharding.py", *NOBODY), "tables[0].group: is empty"),
     (("--runtime", "torchrec", "--sharding-plan", "{}/my-plan.py"), "no name of a Python module"),
     (("--clock", "0", "--runtime", "torchrec"), "--clock: is no time"),
     (("--clock", "1", "--device", "cpu"), "runtime: is not run by the clock"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def _container_of_kind(kind: Any) -> Container | None:
 def _registered(node: pytree.NodeDef) -> Container:
     def flatten(value: Any) -> tuple[Sequence[Any], Iterable[object], Any]:
         values, context = node.flatten_fn(value)
-        if isinstance(value, dict):
+        if type(value) in (dict, OrderedDict, defaultdict):  # whose values torch takes in their order
             return values, value, context
         if isinstance(value, list | tuple) or node.flatten_with_keys_fn is None:
             return values, getattr(value, "_fields", range(len(values))), context

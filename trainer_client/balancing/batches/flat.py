@@ -292,7 +292,10 @@ class FlatBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles host copies of the tensors as plain bytes: torch's own way fails for some dtypes."""
         tensors = [(bytes_of(tensor), tensor.dtype, tensor.shape) for tensor in self.tensors]
-        return _unpickled, (tensors, self.structure, self.num_samples, self.totals, self.shared, self.lengths)
+        lengths = self._lengths
+        if lengths is None:  # only a device has them, or they are on their way
+            lengths = self.lengths_tensor.t().to("cpu", torch.int64).contiguous().numpy()
+        return _unpickled, (tensors, self.structure, self.num_samples, self.totals, self.shared, lengths)
 
     @property
     def schema(self) -> Schema:

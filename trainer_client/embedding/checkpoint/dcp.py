@@ -105,7 +105,12 @@ class DcpCheckpoint(Checkpoint):
         self._files = {index.fqn: path / info.relative_path for index, info in stored.items()}
         text = torch.empty(size.size, dtype=torch.uint8, device="cpu")
         self._fill({RECORD: text})
-        read = from_json(bytes(text.numpy()), where=str(self._files[RECORD]))
+        where = str(self._files[RECORD])
+        read = from_json(bytes(text.numpy()), where=where)
+        for record in read:
+            chunks = [len(record.chunks(rank)) for rank in range(len(record.rows))]
+            if [len(digests) for digests in record.digests] != chunks:
+                raise CheckpointError(f"{where}: checksums of table {record.name} are missing; restore it from a copy")
         self.records = {record.name: record for record in read}
 
     def _fill(self, state: dict[str, Tensor]) -> None:

@@ -116,7 +116,7 @@ def as_routing(routing: RoutingLike) -> Routing:
     Raises:
         ValueError: If the name is unknown.
     """
-    known = routing if isinstance(routing, Routing) else _BY_NAME.get(routing)
+    known = routing if isinstance(routing, Routing) else _BY_NAME.get(str(routing))  # of a file may come anything
     if known is None:
         raise ValueError(f"routing is {routing!r}; choose one of {', '.join(DIST_TYPES)} or pass a Routing")
     return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ def test_lengths_known_only_to_a_device_say_so() -> None:
     with pytest.raises(BatchError, match="only on its device"):
         _ = moved.lengths
     assert moved.unflatten()["v"].lengths().tolist() == [0, 1, 3]
+    assert pickle.loads(pickle.dumps(moved)).lengths.tolist() == [[0], [1], [3]]
 
 
 def test_numbers_come_in_the_order_of_their_tensors_from_wherever_they_are() -> None:

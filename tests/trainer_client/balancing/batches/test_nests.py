@@ -103,6 +103,12 @@ def test_arrays_of_strings_become_as_wide_as_what_arrives() -> None:
     assert mixed.unflatten()["a"].tolist() == ["long", "words"]
 
 
+def test_arrays_of_strings_keep_their_dtype() -> None:
+    for dtype in ("<U10", "S8", ">U5"):
+        array = np.array([1, 2, 3]).astype(dtype)
+        assert [select({"a": array}, *picked)["a"].dtype for picked in ([2, 0], [])] == [array.dtype] * 2
+
+
 def test_what_is_none_in_some_batches_keeps_its_declarations() -> None:
     spec = BatchSpec(rows_per_sample={"v.n": 2, "w": "n"}, padded={"p": "n"}, objects=["o"], batch_size=["s"])
     full = {"x": x(), "v": {"n": torch.zeros(6)}, "w": torch.zeros(3), "n": torch.ones(3).long(),

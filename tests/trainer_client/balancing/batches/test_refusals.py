@@ -71,6 +71,7 @@ VALUES = {
     "meta": Case(
         torch.zeros(3, device="meta"), "'v' is a meta tensor, which has a shape but no values; make the batch"
     ),
+    "meta values": Case(JaggedTensor(X.to("meta"), lengths=torch.ones(3).long()), "'v' is a meta tensor"),
     "keyed tensor": Case(
         KeyedTensor(["a"], [2], torch.zeros(3, 2)), r"'v' is a KeyedTensor, pooled embeddings.*pass .*v\.values\(\)"
     ),

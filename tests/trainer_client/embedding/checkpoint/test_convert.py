@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer_client.embedding.checkpoint.dumps import KEYS, MODES, check_rows, opened, write_dump
-from trainer_client.embedding.checkpoint import CheckpointError, convert
+from trainer_client.embedding.checkpoint import CheckpointError, convert, dcp
 from trainer_client.embedding.checkpoint.convert import Format
 from trainer_client.embedding.checkpoint.files import Staging
 from trainer_client.embedding.routing import Routing, hash_roundrobin, roundrobin
@@ -117,6 +117,17 @@ def test_damaged_files_of_torch_checkpoints_are_named(tmp_path: Path) -> None:
             convert(opened(tmp_path / "bad"), tmp_path / "new", world_size=3)
         assert not (tmp_path / "new").exists()
         shutil.rmtree(tmp_path / "bad")
+
+
+def test_a_torch_checkpoint_without_checksums_is_refused(tmp_path: Path) -> None:
+    write_dump(tmp_path / "dump", roundrobin(), 1)
+    dump = opened(tmp_path / "dump")  # whose format has none
+    dcp.write(
+        tmp_path / "bad", list(dump.records.values()), [0], lambda table, _, array, *__: dump.read(table, 0, 0)[array],
+        alone=True,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"checksums of table items.* are missing; restore it from a copy"):
+        opened(tmp_path / "bad")
 
 
 def test_an_interrupted_conversion_leaves_the_old_checkpoint_whole_and_can_be_repeated(tmp_path: Path) -> None:

@@ -84,5 +84,8 @@ def test_ownership_are_named_and_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Routing(**arguments)  # type: ignore[arg-type]
+    for other in ("other", ["roundrobin"], None):
+        with pytest.raises(ValueError, match="choose one of continuous, roundrobin"):
+            as_routing(other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="float32"):
         owners(torch.ones(2), roundrobin(), world_size=2)
