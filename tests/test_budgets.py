@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13264, 9500),
-    "services": (4548, 4500),
-    "services/balancer": (1731, 2000),
-    "trainer_client": (21202, 15000),
-    "trainer_client/balancing": (11242, 8000),
-    "tests": (29179, 20000),
+    "evenkeel": (13295, 9500),
+    "services": (4567, 4500),
+    "services/balancer": (1750, 2000),
+    "trainer_client": (21317, 15000),
+    "trainer_client/balancing": (11312, 8000),
+    "tests": (29435, 20000),
     "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
@@ -51,7 +51,7 @@ ROOMS = {  # words of a capability, where it lives, in how many files outside it
     "splits": (
         r"SplitSample|SplitOptions|Divisible|\bpieces\b",
         ("evenkeel/partitioning/splits/", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),
-        18,
+        19,
     ),
     "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 26),
     "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 12),

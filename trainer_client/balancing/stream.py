@@ -596,7 +596,7 @@ class BatchStream:
         return self._opened
 
     def _leave_unopened(self, opened: Opened, seconds: float) -> None:
-        """Leaves loops that were over here before the stream was open, in which the others may be: one after another."""
+        """Leaves loops that were over here before the stream was open, where others may be: one by one."""
         while self._unopened:
             self._unopened.pop(0).leave_late(opened, seconds)
 
