@@ -30,10 +30,10 @@ from evenkeel.partitioning.rounds import RankSamples
 from trainer_client import BalanceOptions
 from trainer_client.balancing.batches import flatten
 from trainer_client.balancing.contribution import Contribution, schema_number
-from trainer_client.balancing.groups import Communicators, take_communicators
-from trainer_client.balancing.membership import read_membership
+from trainer_client.balancing.groups import Communicators, read_membership, take_communicators
+from trainer_client.balancing.options import StreamConfig
 from trainer_client.balancing.report import Counters
-from trainer_client.balancing.rounds import Item, SharedRounds
+from trainer_client.balancing.rounds import SharedRounds, Ticket
 from trainer_client.balancing.stages import make_lead
 
 WORLDS = (8, 32)
@@ -57,7 +57,11 @@ def agree(_: int, rounds: int) -> dict[str, float]:
     contribution = Contribution(samples=samples, schema=schema_number(template.schema))
     communicators, world_size, lead = _communicators(), dist.get_world_size(), None
     if communicators.leads:
-        lead = make_lead("rounds", BalanceOptions(), balance=False, template=template, nodes=["here"] * world_size)
+        config = StreamConfig(
+            job="job", group="default", loader="rounds", address=None, balance=False, options=BalanceOptions(),
+            process_group=None,
+        )  # fmt: skip
+        lead = make_lead(config, template=template, nodes=["here"] * world_size)
     of_rounds = SharedRounds("rounds", communicators, depth=2, counters=Counters(), template=template, lead=lead)
     times = []
     for number in range(rounds + 20):
@@ -65,9 +69,9 @@ def agree(_: int, rounds: int) -> dict[str, float]:
             cpu = time.process_time()
         dist.barrier()  # a round of nobody else is under way
         began = time.perf_counter()
-        item = Item(0, contribution)
-        of_rounds.put(item)
-        item.future.result(60)
+        ticket = Ticket(0, contribution)
+        of_rounds.put(ticket)
+        ticket.future.result(60)
         times.append(1e3 * (time.perf_counter() - began))
     cpu_of_rounds = time.process_time() - cpu
     of_rounds.close(10)

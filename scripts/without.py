@@ -56,7 +56,7 @@ ROOMS = {
         lines={
             "evenkeel/partitioning/stages.py": ("gather_heavy",),
             f"{_BALANCING}/stages.py": ("WindowStates",),
-            f"{_BALANCING}/reading.py": ("check_window",),
+            f"{_BALANCING}/stream.py": ("check_window",),
         },
         words=r"partitioning\.windows|window=",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),

@@ -22,9 +22,8 @@ from trainer_client import BalanceOptions, Balancer
 from trainer_client.balancing import balancer, opening, redistribution, stream
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Bytes
-from trainer_client.balancing.groups import Communicators, take_communicators
+from trainer_client.balancing.groups import Communicators, Membership, read_membership, take_communicators
 from trainer_client.balancing.kernels import _preparation
-from trainer_client.balancing.membership import Membership, read_membership
 from trainer_client.balancing.redistribution import Pending
 
 

@@ -11,7 +11,8 @@ from trainer_client.balancing.errors import (
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
-from trainer_client.balancing.stream import BatchStream, Ticket
+from trainer_client.balancing.rounds import Ticket
+from trainer_client.balancing.stream import BatchStream
 
 __all__ = [
     "BalanceOptions",

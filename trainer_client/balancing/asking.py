@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenkeel import __version__
 from evenkeel.addresses import check_address, grpc_target
 from evenkeel.protocol.plan_round import InvalidMessage, RoundNames, RunFacts, read_response, write_request
 from trainer_client.balancing.errors import ServiceRequiredError
 from trainer_client.balancing.lead import Round, Stage
+from trainer_client.balancing.options import StreamConfig
 from trainer_client.balancing.report import Counters, Mode, Reason
 from trainer_client.launchers import read_launch
 
@@ -30,9 +31,6 @@ except ModuleNotFoundError as error:
 finally:
     if _FORK_SUPPORT is None:
         del os.environ["GRPC_ENABLE_FORK_SUPPORT"]
-
-if TYPE_CHECKING:
-    from evenkeel.credentials import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -96,25 +94,18 @@ class Breaker:
 class Asker(Stage):
     """Asks the service for plans; the lead plans what is not there when its own loop comes for the batch."""
 
-    def __init__(
-        self,
-        address: str,
-        credentials: Credentials,
-        *,
-        job: str,
-        group: str,
-        loader: str,
-        timeout: float,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, config: StreamConfig, counters: Counters) -> None:
         """Connects to nothing yet; a name of several replicas is asked for one of them."""
         launch = read_launch()
         self._names = RoundNames(
-            job=job, group=group, loader=loader, run_id=launch.run_id, restart_count=launch.restart_count, round=0,
-            client_version=__version__,
+            job=config.job, group=config.group, loader=config.loader, run_id=launch.run_id,
+            restart_count=launch.restart_count, round=0, client_version=__version__,
         )  # fmt: skip
-        self._address, self._credentials = check_address(address), credentials
-        self._name, self._timeout, self._counters = loader, timeout, counters
+        assert config.address is not None
+        assert config.credentials is not None
+        self._address, self._credentials = check_address(config.address), config.credentials
+        self._name, self._timeout = config.loader, config.options.timeout.total_seconds()
+        self._counters = counters
         self._changed = threading.Condition()
         self._wanted = -1
         self._late = 0  # calls under way that the lead has not waited for
@@ -218,8 +209,8 @@ class Asker(Stage):
 
     def _move(self, step: Callable[[Breaker], Breaker]) -> None:
         with self._changed:
-            before, self.breaker = self.breaker, step(self.breaker)
-            breaker = self.breaker
+            before, breaker = self.breaker, step(self.breaker)
+            self.breaker, self._counters.breaker_open = breaker, self._channel is not None and not breaker.closed
         if before.closed == breaker.closed:
             return
         self._counters.breaker_changes += 1
@@ -259,7 +250,7 @@ class Asker(Stage):
         """Ends all calls."""
         self.want(1 << 62)
         with self._changed:
-            channel, self._channel = self._channel, None
+            channel, self._channel, self._counters.breaker_open = self._channel, None, False
         if channel is not None:
             channel.close()
 

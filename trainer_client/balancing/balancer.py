@@ -16,10 +16,10 @@ from evenkeel.addresses import check_address
 from trainer_client.balancing.batches import BatchSpec, flatten
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.errors import NoDataError
-from trainer_client.balancing.membership import Ranks, read_membership
-from trainer_client.balancing.opening import StreamConfig
-from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.stream import BatchStream, Ticket
+from trainer_client.balancing.groups import Ranks, read_membership
+from trainer_client.balancing.options import BalanceOptions, StreamConfig
+from trainer_client.balancing.rounds import Ticket
+from trainer_client.balancing.stream import BatchStream
 from trainer_client.launchers import read_launch
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
@@ -251,7 +251,6 @@ class Balancer:
         spec = self._specs.get(loader) if spec is None else spec
         directive = stream.directive(ticket)
         if directive.ended:
-            stream.end(directive, ticket)
             return None
         flats = ticket.flats
         if batch is not None:

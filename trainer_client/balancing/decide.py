@@ -1,4 +1,4 @@
-"""What all ranks do in a round: a pure function of what they contributed, which runs on the lead alone."""
+"""What all ranks do in a round, errors among it: a pure function of what they contributed, run on the lead alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer_client.balancing.batches.schema import remedy
 from trainer_client.balancing.contribution import DROP_LAST, INVALID, OUT_OF_ORDER, Contributions, State
-from trainer_client.balancing.errors import out_of_order
-from trainer_client.balancing.peers import check_copies
+from trainer_client.balancing.errors import PeersDifferError, SchemaMismatchError, out_of_order
 from trainer_client.balancing.report import Mode, Reason
 from trainer_client.balancing.resume import check_resumed
-from trainer_client.balancing.schemas import schemas_differ, shared_values_differ
+
+NAMES = "give loaders of different batches different names (BalancedLoader(name=…))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +75,16 @@ def decide(contributions: Contributions, rules: Rules, number: int = 0) -> Decis
 
 def _check(contributions: Contributions, rules: Rules, number: int) -> None:
     """Raises errors of the program, which all ranks will raise alike."""
-    if contributions.copies.shape[1] > 1:
-        check_copies(contributions, rules.peers, number)
+    _check_copies(contributions, rules.peers, number)
     extras = contributions.extras
     if any(one.resumed is not None for one in extras.values()):
         check_resumed(
             rules.name, [extras[rank].resumed if rank in extras else None for rank in range(len(contributions))]
         )
     if _differ(contributions, "schema"):
-        raise schemas_differ(contributions, rules.schema_lines)
+        raise _schemas_differ(contributions, rules.schema_lines)
     if _differ(contributions, "shared"):
-        raise shared_values_differ(contributions)
+        raise _shared_values_differ(contributions)
 
 
 def _differ(contributions: Contributions, name: str) -> bool:
@@ -143,3 +143,76 @@ def spread(decision: Decision, batch_sizes: NDArray[np.int64], min_samples: int)
         if int(sizes.min()) < min(min_samples, int(sizes.sum()) // ranks):
             return replace(decision, mode=Mode.SPREAD)
     return decision
+
+
+def _check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None, number: int) -> None:
+    """Checks that peers hold the same batches; `ranks` (ranks, peers) are the job's of those that do."""
+    copies = contributions.copies
+    facts = ("state", "num_samples", "schema", "copy")
+    if copies.shape[1] == 1 or all((copies[name] == copies[name][:, :1]).all() for name in facts):
+        return
+    differs = np.any([copies[name] != copies[name][:, :1] for name in facts], axis=0)
+    rank, peer = np.argwhere(differs)[0].tolist()
+    first, second = (rank, f"{rank}.{peer}") if ranks is None else (ranks[rank, 0], ranks[rank, peer])
+    leader, other = copies[rank, 0], copies[rank, peer]
+    if other["state"] != leader["state"]:
+        ended, more = ("has no", "has one") if other["state"] == State.EXHAUSTED else ("has another", "has none")
+        what = f"{ended} batch where rank {first} {more}"
+    elif other["num_samples"] != leader["num_samples"]:
+        what = f"has {other['num_samples']} samples where rank {first} has {leader['num_samples']}"
+    elif other["schema"] != leader["schema"]:
+        what = f"has batches of other fields or dtypes than rank {first}"
+    else:
+        what = f"has other samples than rank {first}"
+    raise PeersDifferError(
+        f"in round {number} rank {second} {what}, and the two were said to train the same batches (by peers, or by a "
+        "dimension of the mesh that is not process_group's); let them load the same samples in the same order, as by "
+        "mesh['dp'].get_local_rank(); if they train different ones, balance over them too, or pass "
+        "process_group=mesh['dp'].get_group()"
+    )
+
+
+def _schemas_differ(contributions: Contributions, lines_of: Callable[[int], Sequence[str]]) -> SchemaMismatchError:
+    """The error of ranks whose batches have other fields; `lines_of` knows those of earlier schemas."""
+    ranks, numbers = contributions.with_samples, contributions.headers["schema"]
+    other = next(rank for rank in ranks if numbers[rank] != numbers[ranks[0]])
+    lines = []
+    for rank in (ranks[0], other):
+        extras = contributions.extras.get(rank)
+        template = None if extras is None else extras.template
+        lines.append(lines_of(int(numbers[rank])) if template is None else template.schema.lines)
+    return mismatch(ranks[0], lines[0], other, lines[1])
+
+
+def mismatch(first: int, lines: Sequence[str], other: int, other_lines: Sequence[str]) -> SchemaMismatchError:
+    """The error that shows how the batches of two ranks differ, given a line per field of each."""
+    only_first = [line for line in lines if line not in other_lines]
+    only_other = [line for line in other_lines if line not in lines]
+    here, there = "; ".join(only_first), "; ".join(only_other)
+    if here and there:
+        both = f"rank {first} has {here}, rank {other} has {there}"
+    elif here:
+        both = f"rank {first} has {here}, which rank {other} lacks"
+    elif there:
+        both = f"rank {other} has {there}, which rank {first} lacks"
+    else:
+        both = f"ranks {first} and {other} have the same fields in another order"
+    return SchemaMismatchError(f"batches differ between ranks: {both}; {remedy(only_first, only_other)}; {NAMES}")
+
+
+def _shared_values_differ(contributions: Contributions) -> SchemaMismatchError:
+    """The error of ranks whose samples share other values."""
+    extras, digests = contributions.extras, contributions.headers["shared"]
+    ranks = [rank for rank in contributions.with_samples if digests[rank]]
+    values = [(rank, dict(extras[rank].shared) if rank in extras else {}) for rank in ranks]
+    first_rank, first = values[0]
+    for rank, one in values[1:]:
+        for path, value in first.items():
+            if one.get(path) != value:
+                return SchemaMismatchError(
+                    f"shared values differ between ranks: {path!r} is {value} on rank {first_rank}, {one.get(path)} on "
+                    f"rank {rank}; samples of all ranks are trained with it: give all ranks the same value, or declare "
+                    "it in derived, with the function that gives it, if it follows from the samples or is each rank's "
+                    "own"
+                )
+    return SchemaMismatchError(f"shared values differ between ranks; {NAMES}")

@@ -105,14 +105,9 @@ def pack_directives(
     plan: RoundPlan | None = None,
     slices: Slices | None = None,
 ) -> Bytes:
-    """(ranks, width) the directives of all ranks, which `set_room` completes.
+    """(ranks, width) the directives of all ranks, which `set_room` completes; without a plan every sample stays.
 
-    Args:
-        extras: What they say to all alike.
-        home_loads: (batches, ranks) as loaded.
-        loads: (batches, ranks) as trained.
-        plan: Which rank trains which sample; None: every sample stays where it was loaded.
-        slices: The plan's.
+    Loads are (batches, ranks), as loaded and as trained.
     """
     if plan is not None and slices is not None:
         extras = replace(
@@ -183,12 +178,7 @@ def read_directive(
 ) -> Directive:
     """Reads what `pack_directives` made for a rank of a round, behind which anything may follow.
 
-    Args:
-        row: Its bytes.
-        number: Of the round.
-        rank: The rank.
-        samples: That it has contributed.
-        template: An empty batch of the round before.
+    `samples` are those that it has contributed, `template` is an empty batch of the round before.
     """
     header, at = row[: HEADER.itemsize].view(HEADER)[0], HEADER.itemsize
 

@@ -1,4 +1,4 @@
-"""The communicators of a stream: contributions go up to the lead, directives come down, samples move between ranks.
+"""Which ranks balance together, and their communicators: contributions go up to the lead, directives come down.
 
 A communicator holds threads and, with NCCL, device memory, and ending one is safe only when all its ranks do so with
 nothing in flight. So those of a stream are kept, for the next one, for as long as the default process group lives.
@@ -14,19 +14,129 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_client.balancing.contribution import Bytes
-from trainer_client.balancing.membership import Membership, check_grid
 from trainer_client.process_groups import make_group
 
+Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh
 _OBJECT_ROOM = 4096
 _LOOK = timedelta(seconds=0.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """A rank among the ranks of its job; all numbers are those of the default process group."""
+
+    ranks: tuple[int, ...]  # that balance together, ascending, this one among them: a data-parallel group
+    peers: tuple[int, ...]  # that train the same batches, in the order of their group or mesh; the first contributes
+    backend: str  # of the data-parallel group
+    rank: int  # this one
+
+    @property
+    def group_name(self) -> str:
+        """What the service calls these ranks unless the user does: groups of their own by their first ranks."""
+        everyone = len(self.ranks) * len(self.peers) == dist.get_world_size()
+        return "default" if everyone else f"from-rank-{self.ranks[0]}"
+
+
+def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Membership | None:
+    """The ranks that a user's process groups or meshes mean; None where torch.distributed is not initialised.
+
+    Args:
+        process_group: The data-parallel group of this rank, or the dimensions of a mesh that make it, such as
+            `mesh["dp"]`; None: all ranks.
+        peers: The ranks that train the same batches. None: those of the other dimensions of the mesh that
+            `process_group` was cut from; without a mesh, no others.
+
+    Raises:
+        ValueError: If it is not clear who balances with whom.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is None and peers is None:
+            return None
+        raise ValueError("process_group is given, but torch.distributed is not initialised; initialise it first")
+    rank = dist.get_rank()
+    if process_group is None:
+        if peers is not None:
+            raise ValueError("peers is given without process_group; pass the data-parallel group too, as mesh['dp']")
+        everyone = tuple(range(dist.get_world_size()))
+        return Membership(ranks=everyone, peers=(rank,), backend=_backend(dist.group.WORLD), rank=rank)
+    if (
+        isinstance(process_group, DeviceMesh)
+        and process_group.ndim > 1
+        and process_group._get_root_mesh() is process_group
+    ):
+        names = process_group.mesh_dim_names
+        example = f"mesh[{names[0]!r}]" if names else "a mesh with mesh_dim_names, cut as mesh['dp']"
+        several = f", or mesh[{', '.join(map(repr, names[:-1]))}] for several" if names and len(names) > 2 else ""
+        raise ValueError(
+            f"process_group is a mesh of the dimensions {_dims(process_group)}; say which of them hold different "
+            f"batches: pass {example}{several}, or leave process_group out if all ranks load batches of their own"
+        )
+    ranks = _ranks("process_group", process_group, rank)
+    if peers is not None:
+        same = _ranks("peers", peers, rank)
+    elif isinstance(process_group, DeviceMesh):
+        same = _other_dimensions(process_group, rank)
+    else:
+        same = (rank,)
+    both = sorted(set(ranks) & set(same) - {rank})
+    if both:
+        raise ValueError(
+            f"ranks {both} are in both process_group and peers; peers train the same batches as this rank, those of "
+            "process_group others"
+        )
+    one = process_group.get_group(0) if isinstance(process_group, DeviceMesh) else process_group
+    return Membership(ranks=tuple(sorted(ranks)), peers=same, backend=_backend(one), rank=rank)
+
+
+def _ranks(field: str, value: Any, rank: int) -> tuple[int, ...]:
+    if isinstance(value, DeviceMesh):
+        ranks = tuple(value.mesh.flatten().tolist())
+    elif isinstance(value, dist.ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(value))
+    else:
+        raise ValueError(
+            f"{field} is {value!r}; pass a process group that this rank is in, or dimensions of a DeviceMesh"
+        )
+    if rank not in ranks:
+        raise ValueError(f"{field} has the ranks {list(ranks)}, and this is rank {rank}; pass the group that it is in")
+    return ranks
+
+
+def _other_dimensions(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
+    """The ranks that differ from this one only in dimensions that `mesh` was not cut from."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    if root is mesh or root.size() == mesh.size():
+        return (rank,)
+    names, all_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+    if not names or not set(names) <= set(all_names):
+        raise ValueError(
+            f"process_group is a mesh of the dimensions {_dims(mesh)}, and it cannot be told which other ranks train "
+            "the same batches; pass them as peers, such as peers=mesh['tp'], or process_group=mesh.get_group() if none "
+            "does"
+        )
+    coordinate = root.get_coordinate()
+    assert coordinate is not None
+    at = tuple(index if name in names else slice(None) for name, index in zip(all_names, coordinate, strict=True))
+    return tuple(root.mesh[at].flatten().tolist())
+
+
+def _dims(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    return ", ".join(f"{name} ({size})" for name, size in zip(names, mesh.mesh.shape, strict=True))
+
+
+def _backend(group: dist.ProcessGroup | None) -> str:
+    # "cpu:gloo,cuda:nccl" and the like serve both devices and stay as they are.
+    return str(dist.get_backend(group))
 
 
 @dataclass(eq=False)
@@ -152,19 +262,14 @@ def _unpacked(row: Bytes) -> Any:
 
 
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Membership, list[Communicators]]] = weakref.WeakKeyDictionary()
-_grids: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Membership, NDArray[np.int64]]] = weakref.WeakKeyDictionary()
 _taking = threading.Lock()  # by streams that open after each other, of which one may have been interrupted
 
 
 def take_communicators(membership: Membership, timeout: timedelta) -> Communicators:
     """Those that a closed stream has left, or new ones. Collective: all ranks and their peers call it.
 
-    Not those of a stream of this name: ranks that begin different loaders meet, and hear of it.
-
-    Raises:
-        ValueError: If the ranks and their peers are not those of one grid; on all ranks.
-        RuntimeError: If not all of them come within the timeout.
-        TimeoutError: If the stream that was closed does not end within it.
+    Not those of a stream of this name: ranks that begin different loaders meet, and hear of it. `ValueError` on all
+    ranks if they and their peers are not those of one grid.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -180,13 +285,13 @@ def take_communicators(membership: Membership, timeout: timedelta) -> Communicat
                 existing.free.clear()
                 return existing
             kept.remove(existing)
-        kept.append(_make(membership, timeout))
+        kept.append(_make(membership, timeout, kept[0].peers if kept else None))
         return kept[-1]
 
 
-def _make(membership: Membership, timeout: timedelta) -> Communicators:
+def _make(membership: Membership, timeout: timedelta, peers: NDArray[np.int64] | None) -> Communicators:
     with _explained():
-        peers = _grid(membership, timeout)
+        peers = _grid(membership, timeout) if peers is None else peers
         everyone = tuple(peers.ravel().tolist())
         return Communicators(
             up=make_group(everyone, "gloo", timeout, use="/up"),
@@ -198,21 +303,33 @@ def _make(membership: Membership, timeout: timedelta) -> Communicators:
         )
 
 
+def _check_grid(mine: Membership, peers_of_ranks: list[tuple[int, ...]], ranks_of_peers: list[tuple[int, ...]]) -> str:
+    """What is wrong if data-parallel groups and peers do not cross like rows and columns of one grid; empty: nothing.
+
+    Given are `peers` of each of `mine.ranks`, and `ranks` of each of `mine.peers`.
+    """
+    if len({len(peers) for peers in peers_of_ranks}) == 1:
+        across = [tuple(peers[at] for peers in peers_of_ranks) for at in range(len(mine.peers))]
+        if across == ranks_of_peers:
+            return ""
+    return (
+        f"process_group and peers of rank {mine.rank} do not fit those of others: it balances with {list(mine.ranks)}, "
+        f"which have the peers {list(map(list, peers_of_ranks))}, while its own peers {list(mine.peers)} balance with "
+        f"{list(map(list, ranks_of_peers))}; pass two dimensions of one mesh on all ranks, such as mesh['dp'] and "
+        "mesh['tp']"
+    )
+
+
 def _grid(membership: Membership, timeout: timedelta) -> NDArray[np.int64]:
     """(ranks, peers) all ranks of the job that are in a stream; checked on all of them alike."""
-    world = dist.group.WORLD
-    assert world is not None
-    grids = _grids.setdefault(world, {})
-    if membership not in grids:
-        column = make_group(membership.ranks, "gloo", timeout, use="/ranks")
-        row = make_group(membership.peers, "gloo", timeout, use="/peers") if len(membership.peers) > 1 else None
-        of_ranks = _all_gathered(column, membership.peers)
-        problem = check_grid(membership, of_ranks, _all_gathered(row, membership.ranks))
-        problem = next(filter(None, _all_gathered(column, problem)), "")
-        if problem := next(filter(None, _all_gathered(row, problem)), ""):
-            raise ValueError(problem)
-        grids[membership] = np.array(of_ranks, np.int64)
-    return grids[membership]
+    column = make_group(membership.ranks, "gloo", timeout, use="/ranks")
+    row = make_group(membership.peers, "gloo", timeout, use="/peers") if len(membership.peers) > 1 else None
+    of_ranks = _all_gathered(column, membership.peers)
+    problem = _check_grid(membership, of_ranks, _all_gathered(row, membership.ranks))
+    problem = next(filter(None, _all_gathered(column, problem)), "")
+    if problem := next(filter(None, _all_gathered(row, problem)), ""):
+        raise ValueError(problem)
+    return np.array(of_ranks, np.int64)
 
 
 def _all_gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:

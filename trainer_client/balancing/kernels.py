@@ -31,13 +31,7 @@ class Kernels:
     """What plans need on the lead, which a thread loads, and a process beside this one compiles where it must."""
 
     def __init__(self, name: str, *, wait: bool) -> None:
-        """Begins to get them ready.
-
-        Args:
-            name: The stream's.
-            wait: Whether no round may be planned without: a plain plan looks at no memory cap, and keeps no rank from
-                too few samples.
-        """
+        """Begins to get them ready, and waits for them where no round may be planned without."""
         self._name, self._preparation, self._waited = name, _preparation(), False
         if wait:
             self.wait()

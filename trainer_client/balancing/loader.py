@@ -23,9 +23,10 @@ from trainer_client.balancing.errors import NoDataError, ProgramOrderError
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, Reason, RoundReport
 from trainer_client.balancing.resume import LoaderState, Resumed, check_resumed, state_for
+from trainer_client.balancing.rounds import Ticket
 from trainer_client.balancing.source import Position, Source, sampler_of, tell_epoch
 from trainer_client.balancing.splitting import warn_of_unasked_splits
-from trainer_client.balancing.stream import BatchStream, Pass, Ticket
+from trainer_client.balancing.stream import BatchStream, Pass
 from trainer_client.checks import is_whole
 
 logger = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class BalancedLoader(Generic[B]):
     @property
     def breaker_open(self) -> bool:
         """Whether the lead has stopped asking the service for a while; known on rank 0 alone."""
-        return self._stream.breaker_open
+        return self.counters.breaker_open
 
     @property
     def _stream(self) -> BatchStream:
@@ -316,8 +317,6 @@ class BalancedLoader(Generic[B]):
                 elif following is None and loop.end is not None:  # else all that was in flight has been dropped
                     if loop.end.decision.reason is not Reason.LEFT:
                         self._finish_pass(loop.source)
-                    if loop.has_data:
-                        loop.stream.say_end(loop.end, loop.current.taken)
                     return
                 moving = following
         except NoDataError:  # on all ranks
@@ -355,14 +354,12 @@ class _Loop:
         current: Its pass.
         source: This rank's own batches.
         end: The directive that has ended the pass; None before that.
-        has_data: This rank's data had not ended when it last looked.
     """
 
     def __init__(self, loader: BalancedLoader[Any]) -> None:
         self._loader = loader
         self.stream = loader._used = loader.balancer.stream(loader.name)
         self.end: Directive | None = None
-        self.has_data = True
         self._submitted: deque[_Window] = deque()
         self._collected: list[Any] = []  # for the next window; also nothing, as a rank that has ended submits too
         self._window: _Window | None = None  # the one whose batches are being started
@@ -411,8 +408,7 @@ class _Loop:
             started = time.perf_counter()
             batch: Any = next(source, _NO_MORE)
             stream.counters.loading_seconds += time.perf_counter() - started
-            self.has_data = batch is not _NO_MORE
-            stream.open(batch if self.has_data else None, loader._spec, loader._device)
+            stream.open(None if batch is _NO_MORE else batch, loader._spec, loader._device)
             self._collected.append(batch)
             if len(self._collected) < stream.options.window:
                 continue
@@ -435,8 +431,7 @@ class _Loop:
             self._window = window = self._submitted.popleft()
             window.directive = self.stream.directive(window.ticket)
             if window.directive.ended:  # on all ranks in this round, and so has what was submitted after it
-                self.current.over, self.end = True, window.directive
-                self.has_data |= any(len(one.ticket.samples) for one in (window, *self._submitted))
+                self.end = window.directive
                 self._submitted.clear()
                 return None
             window.left.extend(window.directive.batches)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
@@ -19,36 +18,16 @@ from numpy.typing import NDArray
 from evenkeel import __version__
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.decide import mismatch
 from trainer_client.balancing.errors import NoDataError, PeersDifferError, ProgramOrderError
-from trainer_client.balancing.groups import Communicators, take_communicators
-from trainer_client.balancing.kernels import Kernels, prepare_moves
+from trainer_client.balancing.groups import Communicators, read_membership, take_communicators
+from trainer_client.balancing.kernels import prepare_moves
 from trainer_client.balancing.lead import Lead
-from trainer_client.balancing.membership import Ranks, read_membership
-from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.options import BalanceOptions, StreamConfig
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.rounds import Rounds, SharedRounds
-from trainer_client.balancing.schemas import mismatch
 from trainer_client.balancing.stages import make_lead
 from trainer_client.process_groups import node_name
-
-if TYPE_CHECKING:  # grpcio is needed only where a service is
-    from evenkeel.credentials import Credentials
-    from trainer_client.balancing.asking import Asker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamConfig:
-    """What a stream is made from. Rank 0's address and options hold for all ranks."""
-
-    job: str
-    group: str  # the name of the ranks that balance together
-    loader: str  # the stream's name
-    address: str | None  # of the balancer; None: embedded
-    balance: bool  # False: every sample stays at home
-    options: BalanceOptions
-    process_group: Ranks | None  # the ranks that balance together; None: the default group
-    peers: Ranks | None = None  # that train the same batches; see `read_membership`
-    credentials: Credentials | None = None  # what calls of the balancer show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +37,6 @@ class Opened:
     options: BalanceOptions  # rank 0's
     to_gpu: bool  # batches go to the ranks' GPUs where no device is named
     rounds: Rounds  # this rank's part in them
-    asker: Asker | None  # on the lead, where a service is
     communicators: Communicators | None  # with the other ranks; None where there are none
     world: dist.ProcessGroup | None  # the default process group that it was opened in; None: there was none
     rank: int  # this one, among those that balance together
@@ -89,14 +67,9 @@ class Opening:
         learns: Callable[[], LearnedCost | None],
         resumes: bool,
     ) -> None:
-        """Meets nobody yet.
+        """Meets nobody yet; `first` is this rank's first batch, `learns` gives its learned cost, if it has one.
 
-        Args:
-            config: This rank's.
-            first: Its first batch; None if it has none.
-            counters: Of the stream.
-            learns: Its learned cost, if it has one.
-            resumes: The first pass goes on from a state, and is to do what it would have done: it waits for kernels.
+        With `resumes` the first pass goes on from a state, and is to do what it would have done: it waits for kernels.
         """
         self._config, self._counters, self._learns, self._resumes = config, counters, learns, resumes
         membership = read_membership(config.process_group, config.peers)
@@ -146,11 +119,13 @@ class Opening:
         peers = np.zeros((1, 1), np.int64) if communicators is None else communicators.peers
         settled: tuple[BalanceOptions, FlatBatch, bool] | Exception | None = None
         lead: Lead | None = None
-        asker: Asker | None = None
         if hellos is not None:
             try:
                 template = _common_template(hellos, peers)
-                lead, asker = self._lead(hellos, template, peers)
+                lead = make_lead(
+                    config, template=template, nodes=[one.node for one in hellos[:: peers.shape[1]]], peers=peers,
+                    counters=self._counters, learns=self._learns, waits=self._resumes,
+                )  # fmt: skip
                 settled = config.options, template, any(one.on_gpu for one in hellos)
             except Exception as error:
                 settled = error
@@ -169,36 +144,9 @@ class Opening:
                 config.loader, communicators, depth=options.depth, counters=self._counters, template=template, lead=lead
             )
         return Opened(
-            options=options, to_gpu=to_gpu, rounds=rounds, asker=asker, communicators=communicators,
-            world=self._world, rank=0 if communicators is None else communicators.rank, world_size=len(peers),
+            options=options, to_gpu=to_gpu, rounds=rounds, communicators=communicators, world=self._world,
+            rank=0 if communicators is None else communicators.rank, world_size=len(peers),
         )  # fmt: skip
-
-    def _lead(
-        self, hellos: Sequence[_Hello], template: FlatBatch, peers: NDArray[np.int64]
-    ) -> tuple[Lead, Asker | None]:
-        """What decides from now on, and asks the service."""
-        config, options, num_ranks = self._config, self._config.options, len(peers)
-        options.check_world(num_ranks)
-        asker, kernels = None, None
-        if config.balance and num_ranks > 1:
-            wait = options.memory_caps is not None or options.min_samples > 0 or self._resumes
-            kernels = Kernels(config.loader, wait=wait)
-            if config.address is not None:
-                from trainer_client.balancing.asking import Asker
-
-                assert config.credentials is not None
-                asker = Asker(
-                    config.address, config.credentials, job=config.job, group=config.group, loader=config.loader,
-                    timeout=options.timeout.total_seconds(), counters=self._counters,
-                )  # fmt: skip
-                if options.require_service:
-                    asker.require()
-        lead = make_lead(
-            config.loader, options, balance=config.balance, template=template,
-            nodes=[one.node for one in hellos[:: peers.shape[1]]], peers=peers, asker=asker, kernels=kernels,
-            learns=self._learns,
-        )  # fmt: skip
-        return lead, asker
 
 
 def _common_template(hellos: Sequence[_Hello], peers: NDArray[np.int64]) -> FlatBatch:

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evenkeel.partitioning.problem import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.checks import is_number, is_whole
+
+if TYPE_CHECKING:  # grpcio is needed only where a service is
+    from evenkeel.credentials import Credentials
+    from trainer_client.balancing.groups import Ranks
 
 Counts = Literal["equal", "free"]
 MAX_WINDOW = 64  # batches; the balancer's own limit
@@ -111,6 +115,11 @@ class BalanceOptions:
         return max(self.group_timeout, 2 * self.timeout)
 
     @property
+    def needs_kernels(self) -> bool:
+        """Whether no round may be planned by the plain heuristic, which looks at no cap and at no `min_samples`."""
+        return self.memory_caps is not None or self.min_samples > 0
+
+    @property
     def patience(self) -> float:
         """Seconds that a round may take at most: a call of the service, its two collectives, and a plan."""
         return (self.timeout + 3 * self.collective_timeout).total_seconds()
@@ -125,6 +134,21 @@ class BalanceOptions:
             values = getattr(self, name)
             if values is not None and len(values) != world_size:
                 raise ValueError(f"{name} has {len(values)} entries for {world_size} ranks; give one for each rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """What a stream is made from. Rank 0's address and options hold for all ranks."""
+
+    job: str
+    group: str  # the name of the ranks that balance together
+    loader: str  # the stream's name
+    address: str | None  # of the balancer; None: embedded
+    balance: bool  # False: every sample stays at home
+    options: BalanceOptions
+    process_group: Ranks | None  # the ranks that balance together; None: the default group
+    peers: Ranks | None = None  # that train the same batches; see `read_membership`
+    credentials: Credentials | None = None  # what calls of the balancer show
 
 
 def _is_in(allowed: Range, value: Any) -> bool:

@@ -1,7 +1,11 @@
-"""What a rank knows of its own samples of a round: the user's costs and memory, and the lengths of its batches."""
+"""What a rank has to contribute: the user's costs and memory, lengths, a digest of copies, and what it measured."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,26 +16,20 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.problem import share_of_total
 from evenkeel.partitioning.rounds import RankSamples
 from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.contribution import NO_MEASURE, Contribution, Measure
 from trainer_client.balancing.costs.base import Cost
-from trainer_client.balancing.splitting import check_divides, divisible_samples
-from trainer_client.balancing.windows import check_window
+from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.splitting import Costs, check_divides, divisible_in_round
 
-Costs = NDArray[np.int64] | NDArray[np.float64]
+_MOST_ROWS = 1000
+_FIRST_ROWS = 10  # batches with times until the lead first hears of them, and then as many as the fit's options say
 
 
 def read_costs(values: Any, num_samples: int, *, what: str = "cost", world_size: int = 1) -> tuple[Costs, str]:
-    """A user's costs as int64 or float64, and what is wrong with them.
+    """A user's costs as int64 or float64, zeros where they cannot be used, and why they cannot (empty: they can).
 
     A cost is a prediction: a bad one must not end a run. The round then stays unbalanced on all ranks, with a warning.
-
-    Args:
-        values: Numbers of any integer or floating type: an array, a tensor on the host, a list.
-        num_samples: Samples of the batch.
-        what: What the numbers are, for messages.
-        world_size: Ranks among which the sum of all costs is shared; it must stay below 2^62, to be exact.
-
-    Returns:
-        (n,) costs, zeros where there is a problem, and the problem (empty: none).
+    The sum of all costs, shared among `world_size` ranks, must stay below 2^62, to be exact.
 
     Raises:
         ValueError: If there is not one number for each sample, or the numbers are on a device.
@@ -88,25 +86,15 @@ def read_round(
 ) -> tuple[RankSamples, str]:
     """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
 
-    What all ranks' batches must have in common, the ranks check when they agree.
-
-    Args:
-        batches: The batches, on the host.
-        flats: The same, flattened.
-        template: An empty batch as the stream has known them so far.
-        cost: From a batch to the predicted work of each sample.
-        memory: From a batch to what each sample adds to the memory caps; None: its bytes.
-        caps: The memory caps, if there are any.
-        split: Whether samples may be split.
-        shares: Ranks times batches among which the sum of all costs is shared.
+    `template` is an empty batch as the stream has known them so far; `shares` are the ranks times batches among which
+    the sum of all costs is shared. What all ranks' batches must have in common, the lead checks.
 
     Raises:
-        ValueError: If there is not one number for each sample, the batches' fields differ, or samples are to be split
-            and nothing says where.
+        ValueError: If there is not one number for each sample, or samples are to be split and nothing says where.
     """
-    filled = [flat for flat in flats if flat.num_samples]
-    check_window(filled)
-    costs, memories, tables, problem, begin = [], [], [], "", 0
+    costs: list[Costs] = []
+    memories: list[NDArray[np.float64]] = []
+    problem = ""
     for batch, flat in zip(batches, flats, strict=True):
         if split:
             check_divides(cost, flat)
@@ -121,24 +109,81 @@ def read_round(
                 problem = problem or its_problem
             flat.check_unchanged("memory")
             memories.append(used.astype(np.float64))
-        if split and not problem and flat.num_samples:
-            capped = {} if caps is None else {"memory": memories[-1], "largest_cap": max(caps)}
-            table = divisible_samples(cost, batch, flat, values, **capped)  # type: ignore[arg-type]
-            if table is not None:
-                table[:, 0] += begin
-                tables.append(table)
-        begin += flat.num_samples
     # a batch without samples may be of other fields, as an empty list tells nothing of what it would hold
     samples = RankSamples(
         costs=_joined(costs),
-        lengths=_joined([flat.lengths for flat in filled] or [template.lengths]),
+        lengths=_joined([flat.lengths for flat in flats if flat.num_samples] or [template.lengths]),
         sizes=_joined([flat.sizes for flat in flats]),
         memory=_joined(memories) if memories else None,
         batch_sizes=tuple(flat.num_samples for flat in flats),
-        divisible=_joined(tables) if tables and not problem else None,
+        divisible=divisible_in_round(cost, batches, flats, costs, memories, caps) if split and not problem else None,
     )
     return samples, problem
 
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def digest_of_copy(flats: Sequence[FlatBatch], contribution: Contribution, *, values: bool) -> int:
+    """64 bits of what peers must have alike: lengths, and values where asked for."""
+    digest = hashlib.blake2b(np.ascontiguousarray(contribution.samples.lengths).tobytes(), digest_size=8)
+    for flat in flats if values else ():
+        for tensor in flat.tensors:
+            if tensor.device.type == "cpu":
+                plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+                digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
+class Measured:
+    """The batches of this rank whose time is known, since the lead last heard of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.batches, self._sums = 0, Measure()
+        self._rows: deque[NDArray[np.float64]] = deque(maxlen=_MOST_ROWS)
+        self._enough = _FIRST_ROWS
+        self.learns: LearnedCost | None = None  # the cost that is learned from them; None: it is given
+
+    def add(
+        self,
+        load: float,
+        seconds: float,
+        late: float = 0.0,
+        loading: float = 0.0,
+        loop: float = 0.0,
+        *,
+        terms: NDArray[np.float64] | None = None,
+    ) -> None:
+        """Notes a batch, as `BalancedLoader.took`; nothing of one without load, or with a time that is none."""
+        values = (load, seconds, late, loading, loop)
+        try:
+            if not (min(values[:2]) > 0 and min(values[2:]) >= 0 and all(map(math.isfinite, values))):
+                return
+        except (TypeError, ValueError, RuntimeError):  # no numbers, or tensors of several
+            return
+        new = Measure(*map(float, values))
+        with self._lock:
+            self.batches += 1
+            self._sums = Measure(*(before + more for before, more in zip(self._sums, new, strict=True)))
+            if terms is not None:
+                self._rows.append(np.append(terms, 1e3 * new.seconds))
+
+    def take(self) -> Measure:
+        """The mean of the batches noted since the last call; zeros if there were none."""
+        if not self.batches:
+            return NO_MEASURE
+        with self._lock:
+            number, sums = self.batches, self._sums
+            self.batches, self._sums = 0, Measure()
+        return Measure(*(value / number for value in sums))
+
+    def take_rows(self) -> NDArray[np.float64] | None:
+        """(batches, terms + 1) summed terms and milliseconds of enough batches; None while there are fewer."""
+        if self.learns is None or len(self._rows) < self._enough:
+            return None
+        with self._lock:
+            rows, self._rows = np.stack(list(self._rows)), deque(maxlen=_MOST_ROWS)
+        self._enough = self.learns.options.every
+        return rows

@@ -156,6 +156,7 @@ class Counters:
     Attributes:
         rounds: Number of rounds by (mode, reason).
         breaker_changes: How often the lead has stopped asking the service, or begun again; 0 on other ranks.
+        breaker_open: Whether the lead has stopped asking the service for a while; False on other ranks.
         wait_seconds: Sum of the lead's waits for the service.
         dropped_samples: Samples that this rank loaded and nobody trained because of `drop_last`.
         exposed_seconds: Sum of the time that the training thread waited for a round.
@@ -167,6 +168,7 @@ class Counters:
 
     rounds: Counter[tuple[Mode, Reason]] = field(default_factory=Counter)
     breaker_changes: int = 0
+    breaker_open: bool = False
     dropped_samples: int = 0
     wait_seconds: float = 0.0
     exposed_seconds: float = 0.0

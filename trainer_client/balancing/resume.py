@@ -35,15 +35,7 @@ class Resumed:
 
 
 def check_resumed(name: str, ranks: Sequence[Resumed | None]) -> None:
-    """Checks that all ranks go on from one point.
-
-    Args:
-        name: The loader's name.
-        ranks: What each rank goes on from; None: from the beginning.
-
-    Raises:
-        ResumeError: Which says which rank cannot go on, or how the first two differ.
-    """
+    """Checks that all ranks go on from one point, or the beginning (None); else says who cannot, or who differs."""
     for rank, one in enumerate(ranks):
         if one is not None and one.problem:
             raise ResumeError(f"rank {rank} cannot go on with the loader {name!r}: {one.problem}")
@@ -91,11 +83,7 @@ class LoaderState:
 
     @classmethod
     def from_state(cls, state: Any, name: str) -> LoaderState:
-        """Reads what `to_state` wrote.
-
-        Raises:
-            ResumeError: If it is not the state of this loader, or of another version.
-        """
+        """Reads what `to_state` wrote; `ResumeError` if it is not the state of this loader, or of another version."""
         if not isinstance(state, dict) or "version" not in state:
             raise ResumeError(f"state is {type(state).__name__}, not what BalancedLoader.state_dict gave; load that")
         if state["version"] != VERSION:
@@ -181,18 +169,10 @@ class LoaderState:
 def state_for(
     state: object, loader: Any, *, name: str, rank: int, world_size: int, repeat_window: bool = False
 ) -> LoaderState:
-    """What a rank goes on from.
-
-    Args:
-        state: One rank's, or those of all ranks of the old job, by rank.
-        loader: The wrapped one that goes on.
-        name: Of the balanced one.
-        rank: This one.
-        world_size: Of the ranks that balance together now.
-        repeat_window: The window that the state was taken in is trained again, from its beginning.
+    """What a rank goes on from; see `BalancedLoader.load_state_dict`.
 
     Raises:
-        ResumeError: If that cannot be told from them.
+        ResumeError: If that does not follow from the states.
     """
     given = [state] if isinstance(state, dict) else state
     if not isinstance(given, list | tuple) or not given:

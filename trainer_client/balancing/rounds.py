@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from evenkeel.partitioning.rounds import RankSamples
+from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Bytes, Contribution, Contributions, State
 from trainer_client.balancing.costs.fitting import Fit
@@ -23,26 +25,72 @@ from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.directive import END, Directive, read_directive
 from trainer_client.balancing.groups import Communicators
 from trainer_client.balancing.lead import Lead, Round
-from trainer_client.balancing.report import Counters, Mode, Reason
+from trainer_client.balancing.reading import Measured
+from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
 
 FIRST_ROOM = 4096
 _NOTHING = Contribution(state=State.NOTHING)
 
 
 @dataclass(slots=True, eq=False)
-class Item:
-    """A rank's contribution to a round, and what becomes of it."""
+class Ticket:
+    """A submitted round: what this rank contributes to it, and what becomes of it."""
 
     pass_number: int
     contribution: Contribution
+    flats: tuple[FlatBatch, ...] = ()  # the batches, flattened, until all of them have begun to move
+    measured: Measured | None = None  # where the times of its stream's batches are noted
     number: int = -1  # of the round, once that is known
     wanted: bool = False  # the loop waits for the directive
+    started: int = 0  # batches whose move has begun
+    unasked: bool = True  # nobody has asked for its `splits`
     future: Future[Directive] = field(default_factory=Future)
+
+    @classmethod
+    def of_nothing(cls) -> Ticket:
+        """That of a loop which is over before it has begun, as no rank has had any batch."""
+        ticket = cls(-1, Contribution(state=State.EXHAUSTED))
+        ticket.future.set_result(Directive(decision=END))
+        return ticket
 
     @property
     def directive(self) -> Directive | None:
         """What this rank is to do, if that is known."""
         return self.future.result() if self.future.done() and self.future.exception() is None else None
+
+    @property
+    def samples(self) -> RankSamples:
+        """This rank's."""
+        return self.contribution.samples
+
+    @property
+    def report(self) -> RoundReport:
+        """What balancing did for the batch, which has been redistributed; its `loss_scale` is that of the batch.
+
+        Raises:
+            RuntimeError: If it has not been, or the loops of all ranks were over.
+        """
+        directive = self._directive("report")
+        if directive.ended:
+            raise RuntimeError("the loops of all ranks were over before this batch, of which there is no report")
+        return directive.reports[0]
+
+    @property
+    def splits(self) -> tuple[SplitSample, ...]:
+        """Samples that lie on several ranks, those of all ranks; of a batch that has been redistributed."""
+        self.unasked = False
+        return self._directive("splits").splits(0)
+
+    def took(self, seconds: float) -> None:
+        """Notes how long this rank's own computation of the batch took; see `BalancedLoader.took`."""
+        load = self.report.timed_load
+        assert self.measured is not None
+        self.measured.add(load, seconds)
+
+    def _directive(self, what: str) -> Directive:
+        if not self.future.done():
+            raise RuntimeError(f"{what} is known when the batch has been redistributed; ask for it after that")
+        return self.future.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +148,19 @@ class Rounds:
         self._end = END  # what rounds are told that do not take place, as their pass is over
         self.clock = Clock(depth)
 
-    def put(self, item: Item) -> None:
+    def put(self, ticket: Ticket) -> None:
         """Contributes to the next round; takes no lock, so that a collected generator may call it."""
-        if self.clock.is_over(item.pass_number):
-            self._settle(item, Directive(decision=self._end), took_place=False)
+        if self.clock.is_over(ticket.pass_number):
+            self._settle(ticket, Directive(decision=self._end), took_place=False)
             return
         assert self._lead is not None
-        item.number = self.clock.contributed()
-        round_ = self._lead.begin(item.number, Contributions.of([item.contribution]))
-        directive = self._directed(item, self._lead.directives(round_)[0], rank=0)
-        self._settle(item, directive)
+        ticket.number = self.clock.contributed()
+        round_ = self._lead.begin(ticket.number, Contributions.of([ticket.contribution]))
+        directive = self._directed(ticket, self._lead.directives(round_)[0], rank=0)
+        self._settle(ticket, directive)
 
-    def want(self, item: Item) -> None:
-        """The loop waits for an item's directive."""
+    def want(self, ticket: Ticket) -> None:
+        """The loop waits for a ticket's directive."""
 
     def fail(self, error: BaseException) -> None:
         """Raises the error wherever somebody waits for a round, now or later."""
@@ -127,34 +175,34 @@ class Rounds:
             self._fits.popleft()
         return self._fits[0][1]
 
-    def _directed(self, item: Item, row: Bytes, rank: int) -> Directive:
+    def _directed(self, ticket: Ticket, row: Bytes, rank: int) -> Directive:
         """Reads a directive, and goes on to where it leads."""
-        samples = item.contribution.samples
-        directive = read_directive(row, number=item.number, rank=rank, samples=samples, template=self.template)
+        samples = ticket.contribution.samples
+        directive = read_directive(row, number=ticket.number, rank=rank, samples=samples, template=self.template)
         assert directive.template is not None
         self.template = directive.template
         if directive.extras.fit is not None:
-            self._fits.append((item.number + self.clock.depth, directive.extras.fit[0]))
-        self.clock.directed(item.number, ends=directive.decision.ends)
+            self._fits.append((ticket.number + self.clock.depth, directive.extras.fit[0]))
+        self.clock.directed(ticket.number, ends=directive.decision.ends)
         if directive.ended:
             self._end = directive.decision
         elif directive.decision.last:
             self._end = Decision(mode=Mode.END, reason=Reason.TOO_FEW_SAMPLES, batches=())
         return directive
 
-    def _settle(self, item: Item, directive: Directive, *, took_place: bool = True) -> None:
+    def _settle(self, ticket: Ticket, directive: Directive, *, took_place: bool = True) -> None:
         """Hands a directive over to whoever waits for it, and counts what it says."""
         decision = directive.decision
-        if item.contribution.state not in (State.LEFT, State.NOTHING) and decision.error is None:
+        if ticket.contribution.state not in (State.LEFT, State.NOTHING) and decision.error is None:
             if took_place:
                 self._counters.rounds[decision.mode, decision.reason] += 1
-            self._counters.dropped_samples += _dropped(directive, len(item.contribution.samples))
+            self._counters.dropped_samples += _dropped(directive, len(ticket.contribution.samples))
         if directive.reports:
             self._counters.wait_seconds += directive.reports[0].wait_seconds
         if decision.error is not None:
-            _fail(item, decision.error)
-        elif not item.future.done():
-            item.future.set_result(directive)
+            _fail(ticket, decision.error)
+        elif not ticket.future.done():
+            ticket.future.set_result(directive)
 
 
 class SharedRounds(Rounds):
@@ -173,39 +221,39 @@ class SharedRounds(Rounds):
         """Begins with round 0, once something is put; `name` is the loader's."""
         super().__init__(lead, counters, template, depth)
         self._name, self._communicators = name, communicators
-        self._items: SimpleQueue[Item | _Until | None] = SimpleQueue()
-        self._gathered: SimpleQueue[tuple[Item, Round | None] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Ticket | _Until | None] = SimpleQueue()
+        self._gathered: SimpleQueue[tuple[Ticket, Round | None] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._rooms: deque[tuple[int, int]] = deque()  # from which round on, contributions have how much room
         self._room_up = self._room_down = FIRST_ROOM
         self._failure: BaseException | None = None
-        self._open: deque[Item] = deque()  # that may not be resolved yet
+        self._open: deque[Ticket] = deque()  # that may not be resolved yet
         self._threads: list[threading.Thread] = []
 
-    def put(self, item: Item) -> None:
-        """Queues an item; takes no lock, so that a collected generator may call it."""
+    def put(self, ticket: Ticket) -> None:
+        """Queues a ticket; takes no lock, so that a collected generator may call it."""
         while self._open and self._open[0].future.done():
             self._open.popleft()
-        self._open.append(item)
-        self._items.put(item)
+        self._open.append(ticket)
+        self._queue.put(ticket)
         if self._failure is not None:
-            _fail(item, self._failure)
+            _fail(ticket, self._failure)
         if not self._threads:
             for work in (self._contribute, self._follow):
                 thread = threading.Thread(target=work, name=f"evenkeel-{self._name}-{work.__name__[1:]}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def want(self, item: Item) -> None:
-        """The loop waits for an item's directive: what is not planned by now is planned at once."""
-        item.wanted = True
-        if self._lead is not None and item.number >= 0:
-            self._lead.want(item.number)
+    def want(self, ticket: Ticket) -> None:
+        """The loop waits for a ticket's directive: what is not planned by now is planned at once."""
+        ticket.wanted = True
+        if self._lead is not None and ticket.number >= 0:
+            self._lead.want(ticket.number)
 
     def close(self, seconds: float | None = None) -> bool:
         """Ends after what has been queued, waiting at most so long, or until collectives time out; whether it has."""
         until = None if seconds is None else time.monotonic() + seconds
-        self._items.put(None)
+        self._queue.put(None)
         for thread in self._threads:
             thread.join(None if until is None else max(0.0, until - time.monotonic()))
         ended = not any(thread.is_alive() for thread in self._threads)
@@ -216,74 +264,74 @@ class SharedRounds(Rounds):
     # ------------------------------------------------------------------ up
 
     def _contribute(self) -> None:
-        while (item := self._items.get()) is not None:
+        while (ticket := self._queue.get()) is not None:
             try:
-                if isinstance(item, _Until):
-                    while self.clock.next_up < item.number:
-                        self._gather(Item(-1, _NOTHING))
-                elif self._takes_place(item):
-                    self._gather(item)
+                if isinstance(ticket, _Until):
+                    while self.clock.next_up < ticket.number:
+                        self._gather(Ticket(-1, _NOTHING))
+                elif self._takes_place(ticket):
+                    self._gather(ticket)
             except BaseException as error:
                 self.fail(error)
         self._gathered.put(None)
 
-    def _takes_place(self, item: Item) -> bool:
-        """Waits until fewer than `depth` rounds are under way; False if the item's pass is over by then."""
+    def _takes_place(self, ticket: Ticket) -> bool:
+        """Waits until fewer than `depth` rounds are under way; False if the ticket's pass is over by then."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self.clock.is_free or self.clock.is_over(item.pass_number) or self._failure is not None
+                lambda: self.clock.is_free or self.clock.is_over(ticket.pass_number) or self._failure is not None
             )
             if self._failure is not None:
                 return False
-            over = self.clock.is_over(item.pass_number)
+            over = self.clock.is_over(ticket.pass_number)
         if over:
-            self._settle(item, Directive(decision=self._end), took_place=False)
+            self._settle(ticket, Directive(decision=self._end), took_place=False)
         return not over
 
-    def _gather(self, item: Item) -> None:
+    def _gather(self, ticket: Ticket) -> None:
         communicators, number = self._communicators, self.clock.next_up
         while self._rooms and self._rooms[0][0] <= number:
             self._room_up = self._rooms.popleft()[1]
-        item.number = number
-        packed = item.contribution.pack(arrays=communicators.peer == 0)
+        ticket.number = number
+        packed = ticket.contribution.pack(arrays=communicators.peer == 0)
         table = communicators.gather(packed, self._room_up)
         round_ = None
         if self._lead is not None and table is not None:
-            if item.wanted:
+            if ticket.wanted:
                 self._lead.want(number)
             if self.clock.takes_place(number):
                 round_ = self._lead.begin(number, Contributions(table, communicators.peers.shape[1]))
         self.clock.contributed()
-        self._gathered.put((item, round_))
+        self._gathered.put((ticket, round_))
 
     # ------------------------------------------------------------------ down
 
     def _follow(self) -> None:
         while (entry := self._gathered.get()) is not None:
-            item, round_ = entry
+            ticket, round_ = entry
             try:
                 if self._failure is not None:
                     continue
-                if self.clock.takes_place(item.number):
-                    self._receive(item, round_)
+                if self.clock.takes_place(ticket.number):
+                    self._receive(ticket, round_)
                     continue
                 if round_ is not None and round_.call is not None:
                     round_.call.cancel()
-                self._settle(item, Directive(decision=self._end), took_place=False)
+                self._settle(ticket, Directive(decision=self._end), took_place=False)
             except BaseException as error:
                 self.fail(error)
 
-    def _receive(self, item: Item, round_: Round | None) -> None:
+    def _receive(self, ticket: Ticket, round_: Round | None) -> None:
         table = None if self._lead is None or round_ is None else self._lead.directives(round_)
         row = self._communicators.scatter(table, self._room_down)
         with self._changed:
-            directive = self._directed(item, row, self._communicators.rank)
+            directive = self._directed(ticket, row, self._communicators.rank)
             self._room_down = directive.room_down
-            self._rooms.append((item.number + self.clock.depth, directive.extras.room_up))
+            self._rooms.append((ticket.number + self.clock.depth, directive.extras.room_up))
             if directive.decision.ends:  # before the loop hears of it, which may begin the next pass
-                self._items.put(_Until(self.clock.void_until))
+                self._queue.put(_Until(self.clock.void_until))
             self._changed.notify_all()
-        self._settle(item, directive)
+        self._settle(ticket, directive)
 
     def fail(self, error: BaseException) -> None:
         """Wakes everybody at once."""
@@ -293,8 +341,8 @@ class SharedRounds(Rounds):
             self._changed.notify_all()
         if self._lead is not None:
             self._lead.close()
-        for item in list(self._open):
-            _fail(item, self._failure)
+        for ticket in list(self._open):
+            _fail(ticket, self._failure)
 
 
 def _dropped(directive: Directive, num_samples: int) -> int:
@@ -307,6 +355,6 @@ def _dropped(directive: Directive, num_samples: int) -> int:
     return sum(plan.own_in(batch) for batch in range(decision.done, len(plan.slices)) if batch not in decision.batches)
 
 
-def _fail(item: Item, error: BaseException) -> None:
+def _fail(ticket: Ticket, error: BaseException) -> None:
     with suppress(InvalidStateError):
-        item.future.set_exception(error)
+        ticket.future.set_exception(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,6 +18,8 @@ from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.lead import Round, Stage
 
 logger = logging.getLogger(__name__)
+
+Costs = NDArray[np.int64] | NDArray[np.float64]
 
 
 class Splitting(Stage):
@@ -44,12 +47,7 @@ def roles_of(flat: FlatBatch) -> NDArray[np.int64] | None:
 
 
 def check_divides(cost: Cost, flat: FlatBatch) -> None:
-    """Checks that the samples of a batch can be split at all.
-
-    Raises:
-        ValueError: If the cost says nothing of positions, no field is declared as the sequence, or its fields differ
-            in their numbers of items.
-    """
+    """Checks that the cost says what positions cost, and that fields are declared as the sequence, and are alike."""
     if getattr(cost, "spans", None) is None:
         raise ValueError(
             f"BalanceOptions.split is set, but the cost {cost!r} does not say what positions cost; use a cost of "
@@ -64,27 +62,39 @@ def check_divides(cost: Cost, flat: FlatBatch) -> None:
         check_alike(flat.structure, flat.lengths)
 
 
+def divisible_in_round(
+    cost: Cost,
+    batches: Sequence[Any],
+    flats: Sequence[FlatBatch],
+    costs: Sequence[Costs],
+    memories: Sequence[NDArray[np.float64]],
+    caps: Sequence[float] | None,
+) -> NDArray[np.float64] | None:
+    """`divisible_samples` of all batches of a round, numbered in the round."""
+    tables, begin = [], 0
+    for number, (batch, flat, values) in enumerate(zip(batches, flats, costs, strict=True)):
+        if flat.num_samples:
+            memory, largest = (None, np.inf) if caps is None else (memories[number], max(caps))
+            table = divisible_samples(cost, batch, flat, values, memory=memory, largest_cap=largest)
+            if table is not None:
+                table[:, 0] += begin
+                tables.append(table)
+        begin += flat.num_samples
+    return np.concatenate(tables) if tables else None
+
+
 def divisible_samples(
     cost: Cost,
     batch: Any,
     flat: FlatBatch,
-    costs: NDArray[np.int64] | NDArray[np.float64],
+    costs: Costs,
     *,
     memory: NDArray[np.float64] | None = None,
     largest_cap: float = np.inf,
 ) -> NDArray[np.float64] | None:
     """The heaviest samples of a batch, with what their positions cost; those alone are ever split.
 
-    Args:
-        cost: With a method `spans`.
-        batch: On the host, or flattened.
-        flat: The same, flattened.
-        costs: (n,) what `cost` said.
-        memory: (n,) what the memory caps count; None: nothing.
-        largest_cap: The largest memory cap.
-
-    Returns:
-        (m, WIDTH) as `Divisible.table`, numbered in the batch; None where there are none.
+    (m, WIDTH) as `Divisible.table`, numbered in the batch; None where there are none. `memory` is what the caps count.
     """
     exceeds = np.zeros(len(costs), np.bool_) if memory is None else memory > largest_cap
     chosen = np.flatnonzero((costs >= max(SHARE * float(costs.sum()), np.finfo(np.float64).tiny)) | exceeds)

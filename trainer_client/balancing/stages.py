@@ -6,7 +6,6 @@ What a plan takes into account beside them are stages of `evenkeel.partitioning.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,46 +15,52 @@ from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.costs.learning import CostLearner
 from trainer_client.balancing.decide import Rules
 from trainer_client.balancing.kernels import Kernels
-from trainer_client.balancing.lead import Lead, Stage
+from trainer_client.balancing.lead import Lead, Planning, Stage, Templates
 from trainer_client.balancing.learned_speeds import SpeedLearner
-from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.planning import Planning
-from trainer_client.balancing.schemas import Templates
+from trainer_client.balancing.options import StreamConfig
+from trainer_client.balancing.report import Counters
 from trainer_client.balancing.splitting import Splitting
 from trainer_client.balancing.windows import WindowStates
 
-if TYPE_CHECKING:  # which needs grpcio
-    from trainer_client.balancing.asking import Asker
-
 
 def make_lead(
-    name: str,
-    options: BalanceOptions,
+    config: StreamConfig,
     *,
-    balance: bool,
     template: FlatBatch,
     nodes: Sequence[str],
     peers: NDArray[np.int64] | None = None,
-    asker: Asker | None = None,
-    kernels: Kernels | None = None,
+    counters: Counters | None = None,
     learns: Callable[[], LearnedCost | None] = lambda: None,
+    waits: bool = False,
 ) -> Lead:
     """The lead of a stream of ranks on `nodes`; `peers` (ranks, peers) are the job's ranks, copies in a row.
 
-    Without an `asker` there is no service; without `kernels` nothing is planned, or they are there.
+    With `waits` no round is planned before the kernels are compiled.
     """
-    templates = Templates(name, template)
+    name, options, num_ranks = config.loader, config.options, len(nodes)
+    options.check_world(num_ranks)
+    templates, plans = Templates(name, template), config.balance and num_ranks > 1
+    kernels = Kernels(name, wait=waits or options.needs_kernels) if plans else None
     stages: list[Stage | None] = [
         Splitting(template) if options.split is not None else None,
         SpeedLearner.of(name, options, nodes),
-        CostLearner(name, len(nodes), learns) if len(nodes) > 1 else None,
+        CostLearner(name, num_ranks, learns) if num_ranks > 1 else None,
         WindowStates(options.window, kernels),
         Planning(name, kernels, min_samples=options.min_samples),
-        asker,
+        _asker(config, counters or Counters()) if plans and config.address is not None else None,
     ]
     rules = Rules(
-        name=name, balance=balance, min_samples=options.min_samples, peers=peers, schema_lines=templates.lines
+        name=name, balance=config.balance, min_samples=options.min_samples, peers=peers, schema_lines=templates.lines
     )
     return Lead(
         rules, options.of_rounds, templates=templates, nodes=nodes, stages=[one for one in stages if one is not None]
     )
+
+
+def _asker(config: StreamConfig, counters: Counters) -> Stage:
+    from trainer_client.balancing.asking import Asker  # which needs grpcio
+
+    asker = Asker(config, counters)
+    if config.options.require_service:
+        asker.require()
+    return asker

@@ -16,35 +16,32 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenkeel.partitioning.rounds import RankSamples
-from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.batches.shared import digest as shared_digest
 from trainer_client.balancing.contribution import Contribution, Extras, State, schema_number
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
-from trainer_client.balancing.directive import END, Directive
+from trainer_client.balancing.directive import Directive
 from trainer_client.balancing.errors import NoDataError, out_of_order, used_after, used_closed
-from trainer_client.balancing.measured import Measured
-from trainer_client.balancing.opening import Opened, Opening, StreamConfig
-from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.peers import digest_of_copy
-from trainer_client.balancing.reading import read_round
+from trainer_client.balancing.opening import Opened, Opening
+from trainer_client.balancing.options import BalanceOptions, StreamConfig
+from trainer_client.balancing.reading import Measured, digest_of_copy, read_round
 from trainer_client.balancing.redistribution import Pending, load_on_device
 from trainer_client.balancing.redistribution import start as start_moving
 from trainer_client.balancing.redistribution.copying import pick
 from trainer_client.balancing.redistribution.cutting import cut
-from trainer_client.balancing.report import Counters, Reason, RoundReport
+from trainer_client.balancing.report import Counters, Reason
 from trainer_client.balancing.resume import Resumed
-from trainer_client.balancing.rounds import Item
+from trainer_client.balancing.rounds import Ticket
 from trainer_client.balancing.splitting import warn_of_unasked_splits
+from trainer_client.balancing.windows import check_window
 
 logger = logging.getLogger(__name__)
 
@@ -55,56 +52,6 @@ LEAVE_SECONDS = 1.0
 """How long a rank that leaves waits for the others to come to its last rounds, before a thread does it for it.
 
 Within it the last moves come before whatever the program does next, on all ranks alike, which NCCL wants."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Ticket:
-    """A submitted round, as the loop sees it."""
-
-    item: Item
-    flats: tuple[FlatBatch, ...]  # the batches, flattened, until all of them have begun to move
-    started: int = 0  # batches whose move has begun
-    measured: Measured = field(default_factory=Measured)  # where the times of its stream's batches are noted
-    unasked: bool = True  # nobody has asked for its `splits`
-
-    @classmethod
-    def of_nothing(cls) -> Ticket:
-        """That of a loop which is over before it has begun, as no rank has had any batch."""
-        item = Item(-1, Contribution(state=State.EXHAUSTED))
-        item.future.set_result(Directive(decision=END))
-        return cls(item=item, flats=())
-
-    @property
-    def samples(self) -> RankSamples:
-        """This rank's."""
-        return self.item.contribution.samples
-
-    @property
-    def report(self) -> RoundReport:
-        """What balancing did for the batch, which has been redistributed; its `loss_scale` is that of the batch.
-
-        Raises:
-            RuntimeError: If it has not been, or the loops of all ranks were over.
-        """
-        directive = self._directive("report")
-        if directive.ended:
-            raise RuntimeError("the loops of all ranks were over before this batch, of which there is no report")
-        return directive.reports[0]
-
-    @property
-    def splits(self) -> tuple[SplitSample, ...]:
-        """Samples that lie on several ranks, those of all ranks; of a batch that has been redistributed."""
-        self.unasked = False
-        return self._directive("splits").splits(0)
-
-    def took(self, seconds: float) -> None:
-        """Notes how long this rank's own computation of the batch took; see `BalancedLoader.took`."""
-        self.measured.add(self.report.timed_load, seconds)
-
-    def _directive(self, what: str) -> Directive:
-        if not self.item.future.done():
-            raise RuntimeError(f"{what} is known when the batch has been redistributed; ask for it after that")
-        return self.item.future.result()
 
 
 class Pass:
@@ -123,9 +70,9 @@ class Pass:
         self._counters, self._patience = counters, patience  # seconds that a round may take
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
         self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
-        self._taken = 0
+        self.started = 0  # batches whose move the loop has started
         self._device: Device = None  # where batches go; None: where they are
-        self._farewell: Item | None = None  # by which the lead hears that this rank has left
+        self._farewell: Ticket | None = None  # by which the lead hears that this rank has left
         self._drained = threading.Event()
         self._leaver: threading.Thread | None = None
         self._owner, self._process = threading.get_ident(), os.getpid()
@@ -144,8 +91,7 @@ class Pass:
         """Batches that the loop has got."""
         while self._moves and self._moves[0].landed:
             self._moves.popleft()
-            self._taken += 1
-        return self._taken
+        return self.started - len(self._moves)
 
     def in_flight(self, depth: int) -> Ticket | None:
         """The ticket that was submitted so many before the next one, if it has not been started."""
@@ -157,7 +103,7 @@ class Pass:
         self.submitted += 1
         self._tickets.append(ticket)
         self._device = self._device if device is None else device
-        self.opened.rounds.put(ticket.item)
+        self.opened.rounds.put(ticket)
 
     def start(
         self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive, device: Device, batch: int
@@ -165,7 +111,7 @@ class Pass:
         """Starts the move of a batch, which must be the next one."""
         assert self.opened is not None
         while self._tickets and self._tickets[0] is not ticket and _is_dropped(self._tickets[0]):
-            self._tickets.popleft()
+            self._forget()
         if not self._tickets or self._tickets[0] is not ticket or directive.batches[ticket.started] != batch:
             self.leave(out_of_order=True)
             raise out_of_order(self.opened.rank)
@@ -176,6 +122,7 @@ class Pass:
         self.latest = ticket
         pending = self._start(flats, ticket, directive)
         self._moves.append(pending)
+        self.started += 1
         return pending
 
     def leave(self, *, out_of_order: bool = False) -> None:
@@ -191,11 +138,11 @@ class Pass:
             contribution = Contribution(
                 state=State.LEFT, taken=self.taken, out_of_order=out_of_order, extras=Extras(problem=self.problem)
             )
-            self._farewell = Item(self.number, contribution)
+            self._farewell = Ticket(self.number, contribution)
             self.opened.rounds.put(self._farewell)
         _ = self.taken
         while self._tickets and _moves_nothing(self._tickets[0]):
-            self._tickets.popleft()
+            self._forget()
         if not (self._tickets or self._moves or self._farewell):
             self._drained.set()
             return
@@ -238,16 +185,16 @@ class Pass:
                 while self._tickets:
                     ticket = self._tickets[0]
                     if self.opened is not None:
-                        self.opened.rounds.want(ticket.item)  # the others wait for what was agreed on
-                    if (error := ticket.item.future.exception(self._patience)) is not None:
+                        self.opened.rounds.want(ticket)  # the others wait for what was agreed on
+                    if (error := ticket.future.exception(self._patience)) is not None:
                         # The end on all ranks, of which the loop may have heard.
                         self.failure = None if self.over else error
                         break
-                    directive = ticket.item.future.result()
+                    directive = ticket.future.result()
                     if directive.ended:
                         break
                     if not directive.moves:
-                        self._tickets.popleft()
+                        self._forget()
                         continue
                     self._start(ticket.flats, ticket, directive).wait()
             if farewell is not None:
@@ -259,9 +206,14 @@ class Pass:
                 with suppress(TimeoutError):  # the others may still hear of it
                     farewell.exception(LEAVE_SECONDS)
         finally:
-            self._tickets.clear()
+            while self._tickets:
+                self._forget()
             self._moves.clear()
             self._drained.set()
+
+    def _forget(self) -> None:
+        """Lets go of a ticket, and of its batches."""
+        self._tickets.popleft().flats = ()
 
     def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive) -> Pending:
         """Starts to move the samples of a ticket's next batch."""
@@ -272,8 +224,7 @@ class Pass:
         assert template is not None
         ticket.started += 1
         if ticket.started == len(directive.batches):
-            self._tickets.popleft()
-            ticket.flats = ()
+            self._forget()
         began = time.perf_counter()
         samples = _samples_of(directive, flats, batch, template)
         if (cuts := directive.plan.cuts_in(batch)) is not None:
@@ -325,12 +276,6 @@ class BatchStream:
     def options(self) -> BalanceOptions:
         """Rank 0's options once the stream is open, before that this rank's."""
         return self._config.options if self._opened is None else self._opened.options
-
-    @property
-    def breaker_open(self) -> bool:
-        """Whether the lead has stopped asking the service for a while; False on other ranks."""
-        asker = None if self._opened is None else self._opened.asker
-        return asker is not None and not asker.breaker.closed
 
     def begin(self, *, by_hand: bool = False) -> Pass:
         """Begins a pass, after leaving the one before if that has not ended; a submission does so where there is none.
@@ -440,6 +385,7 @@ class BatchStream:
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
         if isinstance(learned := getattr(cost, "function", cost), LearnedCost):
             self._follow_fit(learned)
+        check_window(flats)
         samples, problem = read_round(
             batches, flats, template=opened.rounds.template, cost=cost, memory=memory, caps=opened.options.memory_caps,
             split=opened.options.split is not None,
@@ -452,26 +398,39 @@ class BatchStream:
 
     def directive(self, ticket: Ticket) -> Directive:
         """What this rank is to do with a round; waits for it, and raises what has ended the rounds."""
-        item = ticket.item
-        if not item.future.done() and self._opened is not None:
-            self._opened.rounds.want(item)
+        directive = self._wait(ticket)
+        if directive.ended and self._ends_with(ticket) and ticket.contribution.state is not State.EXHAUSTED:
+            self._say_end(directive)
+        return directive
+
+    def _wait(self, ticket: Ticket) -> Directive:
+        """Waits for a directive, of which the loop may not hear yet."""
+        if not ticket.future.done() and self._opened is not None:
+            self._opened.rounds.want(ticket)
         started = time.perf_counter()
         try:
-            return item.future.result(self._patience)
+            return ticket.future.result(self._patience)
         except TimeoutError:
-            if item.future.done():
+            if ticket.future.done():
                 raise
             raise TimeoutError(
-                f"{self._config.loader}: the ranks did not come to round {max(item.number, 0)} in time; a rank whose "
+                f"{self._config.loader}: the ranks did not come to round {max(ticket.number, 0)} in time; a rank whose "
                 "data has ended goes on with submit(None), and one that leaves its loop calls leave()"
             ) from None
         except Exception:
-            all_raise = item.future.done() and item.future.exception() is not None  # else this loop is interrupted
-            if all_raise and self._pass is not None and self._pass.number == item.pass_number:
-                self._pass.over = True
+            if ticket.future.done() and ticket.future.exception() is not None:  # else this loop is interrupted
+                self._ends_with(ticket)
             raise
         finally:
             self.counters.exposed_seconds += time.perf_counter() - started
+
+    def _ends_with(self, ticket: Ticket) -> bool:
+        """The loop has seen its end on all ranks, in the round of a ticket; whether that is news."""
+        current = self._pass
+        if current is None or current.over or current.number != ticket.pass_number:
+            return False
+        current.over = True
+        return True
 
     def start(
         self,
@@ -499,39 +458,12 @@ class BatchStream:
         current = self._pass
         if current is None:
             raise used_closed(self._config.loader)
-        if current.left or ticket.item.pass_number != current.number:
+        if current.left or ticket.pass_number != current.number:
             raise used_after(self._config.loader)
         latest = current.latest if current.by_hand else None
-        if latest is not None and latest.unasked and latest.item.future.result().plan.splits:
+        if latest is not None and latest.unasked and latest.future.result().plan.splits:
             warn_of_unasked_splits(self._config.loader)
         return current.start(ticket.flats if flats is None else flats, ticket, directive, device, batch)
-
-    def end(self, directive: Directive, ticket: Ticket) -> None:
-        """Notes that a loop of the user's own has seen its end, with the round of a ticket."""
-        current = self._pass
-        if current is not None and current.number == ticket.item.pass_number and not current.over:
-            current.over = True
-            if ticket.item.contribution.state is not State.EXHAUSTED:
-                self.say_end(directive, current.taken)
-
-    def say_end(self, directive: Directive, taken: int) -> None:
-        """Says that this rank's loop, which got so many batches, has ended because another rank has left its own.
-
-        Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
-        """
-        decision = directive.decision
-        if decision.reason is not Reason.LEFT or self._opened is None:
-            return
-        rank = self._opened.rank
-        first = next((other for other in range(rank) if other not in decision.ranks), rank)
-        quiet = (self._logged_end or rank != first) and not decision.problem
-        logger.log(
-            logging.INFO if quiet else logging.WARNING,
-            "%s: rank %d has left its loop after %d batches%s, which ends the loops of all ranks, this one after %d; "
-            "batches loaded ahead are dropped", self._config.loader, decision.ranks[0], decision.taken,
-            f" ({decision.problem})" if decision.problem else "", taken,
-        )  # fmt: skip
-        self._logged_end = True
 
     def close(self) -> None:
         """Leaves the loop and ends the threads; the process groups are kept for the next stream of these ranks."""
@@ -625,17 +557,35 @@ class BatchStream:
         if self.measured.batches:
             contribution = replace(contribution, measured=self.measured.take())
         contribution = replace(contribution, extras=extras)
-        item = Item(current.number, contribution)
-        ticket = Ticket(item=item, flats=flats, measured=self.measured)
+        ticket = Ticket(current.number, contribution, flats, self.measured)
         current.submit(ticket, device)
         return ticket
+
+    def _say_end(self, directive: Directive) -> None:
+        """Says that this rank's loop has ended because another rank has left its own.
+
+        Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
+        """
+        decision = directive.decision
+        if decision.reason is not Reason.LEFT or self._opened is None or self._pass is None:
+            return
+        rank = self._opened.rank
+        first = next((other for other in range(rank) if other not in decision.ranks), rank)
+        quiet = (self._logged_end or rank != first) and not decision.problem
+        logger.log(
+            logging.INFO if quiet else logging.WARNING,
+            "%s: rank %d has left its loop after %d batches%s, which ends the loops of all ranks, this one after %d; "
+            "batches loaded ahead are dropped", self._config.loader, decision.ranks[0], decision.taken,
+            f" ({decision.problem})" if decision.problem else "", self._pass.started,
+        )  # fmt: skip
+        self._logged_end = True
 
     def _follow_fit(self, cost: LearnedCost) -> None:
         """Lets a learned cost follow what all ranks' do in the round that is to be submitted."""
         assert self._opened is not None
         assert self._pass is not None
         if (ticket := self._pass.in_flight(self._opened.options.depth)) is not None:
-            self.directive(ticket)  # which may bring the fit of the round to come
+            self._wait(ticket)  # whose directive may bring the fit of the round to come
         cost.fit = self._opened.rounds.fit_at(self._pass.next_round)
 
 
@@ -646,13 +596,13 @@ def _first_of(flats: Sequence[FlatBatch]) -> FlatBatch:
 
 def _is_dropped(ticket: Ticket) -> bool:
     """Whether nobody trains anything of a round that takes place."""
-    directive = ticket.item.directive
+    directive = ticket.directive
     return directive is not None and not directive.ended and not directive.batches
 
 
 def _moves_nothing(ticket: Ticket) -> bool:
     """Whether nothing of a round is left to do: it has ended, or every sample stays at home."""
-    directive = ticket.item.directive
+    directive = ticket.directive
     return directive is not None and (directive.ended or not directive.moves)
 
 

@@ -19,16 +19,13 @@ _REPEAT += "again"
 
 
 def check_window(flats: Sequence[FlatBatch]) -> None:
-    """Checks that samples of a window's batches can change places.
-
-    Raises:
-        ValueError: If the batches differ in their fields.
-    """
-    for flat in flats:
-        if flat.schema is not flats[0].schema and flat.schema.hash != flats[0].schema.hash:
+    """Checks that samples of a window's batches can change places: batches with samples have the same fields."""
+    filled = [flat for flat in flats if flat.num_samples]
+    for flat in filled:
+        if flat.schema is not filled[0].schema and flat.schema.hash != filled[0].schema.hash:
             raise ValueError(
                 "batches of one window differ, so that their samples cannot change places: "
-                f"{flats[0].schema.diff(flat.schema, own='one', others='another')}; use window=1, or pad them alike"
+                f"{filled[0].schema.diff(flat.schema, own='one', others='another')}; use window=1, or pad them alike"
             )
 
 

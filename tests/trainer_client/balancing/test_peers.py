@@ -18,7 +18,7 @@ from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import PeersDifferError, SchemaMismatchError
-from trainer_client.balancing.membership import read_membership
+from trainer_client.balancing.groups import read_membership
 
 PATIENT = timedelta(seconds=20)
 STEPS = 24

@@ -20,7 +20,7 @@ from evenkeel.partitioning.speeds import ALL_EQUAL
 from tests.trainer_client.balancing.jobs import connect, logged
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.contribution import Measure
-from trainer_client.balancing.measured import Measured
+from trainer_client.balancing.reading import Measured
 from trainer_client.observing.measurement import StepTimer
 
 SIZE = 24

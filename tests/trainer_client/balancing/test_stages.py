@@ -16,8 +16,8 @@ from trainer_client.balancing.asking import FIRST_PAUSE, Breaker
 from trainer_client.balancing.batches import flatten
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, schema_number
 from trainer_client.balancing.directive import Directive, read_directive
-from trainer_client.balancing.lead import Lead, Round, Stage
-from trainer_client.balancing.planning import Planning
+from trainer_client.balancing.lead import Lead, Planning, Round, Stage
+from trainer_client.balancing.options import StreamConfig
 from trainer_client.balancing.report import Mode, Reason
 from trainer_client.balancing.stages import make_lead
 
@@ -39,8 +39,11 @@ def contributions(seconds: float = 0.0) -> list[Contribution]:
 
 
 def lead(**more: Any) -> Lead:
-    options = BalanceOptions(**more)
-    return make_lead("train", options, balance=True, template=TEMPLATE, nodes=["a"] * RANKS)
+    config = StreamConfig(
+        job="job", group="default", loader="train", address=None, balance=True, options=BalanceOptions(**more),
+        process_group=None,
+    )  # fmt: skip
+    return make_lead(config, template=TEMPLATE, nodes=["a"] * RANKS, waits=True)
 
 
 def directives(one: Lead, number: int = 0, seconds: float = 0.0) -> list[Directive]:

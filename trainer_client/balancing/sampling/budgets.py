@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning import PartitionError, partition
-from trainer_client.balancing.membership import Ranks
+from trainer_client.balancing.groups import Ranks
 from trainer_client.balancing.sampling.order import SampleOrder
 from trainer_client.balancing.sampling.samplers import OrderedBatchSampler
 from trainer_client.checks import check_number, check_whole

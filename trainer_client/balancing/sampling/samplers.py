@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from trainer_client.balancing.membership import Ranks, read_membership
+from trainer_client.balancing.groups import Ranks, read_membership
 from trainer_client.balancing.sampling.order import MAX_SAMPLES, VERSION, SampleOrder
 from trainer_client.checks import check_whole, is_whole
 

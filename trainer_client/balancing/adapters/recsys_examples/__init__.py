@@ -16,7 +16,7 @@ from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec
 from trainer_client.balancing.batches.containers import is_torchrec
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import RoundReport
-from trainer_client.balancing.stream import Ticket
+from trainer_client.balancing.rounds import Ticket
 
 INDICES = "global_indices"  # beside the fields of a batch, where a caller asks for them
 
