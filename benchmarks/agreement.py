@@ -57,10 +57,7 @@ def agree(_: int, rounds: int) -> dict[str, float]:
     contribution = Contribution(samples=samples, schema=schema_number(template.schema))
     communicators, world_size, lead = _communicators(), dist.get_world_size(), None
     if communicators.leads:
-        config = StreamConfig(
-            job="job", group="default", loader="rounds", address=None, balance=False, options=BalanceOptions(),
-            process_group=None,
-        )  # fmt: skip
+        config = StreamConfig(loader="rounds", balance=False, options=BalanceOptions())
         lead = make_lead(config, template=template, nodes=["here"] * world_size)
     of_rounds = SharedRounds("rounds", communicators, depth=2, counters=Counters(), template=template, lead=lead)
     times = []

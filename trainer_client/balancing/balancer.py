@@ -65,7 +65,7 @@ class Balancer:
                 credentials = Credentials.from_env()
             credentials.check(address)
         self._config = StreamConfig(
-            job=job, group=group, loader="", address=address, balance=balance, options=options or BalanceOptions(),
+            job=job, group=group, address=address, balance=balance, options=options or BalanceOptions(),
             process_group=process_group, peers=peers, credentials=credentials,
         )  # fmt: skip
         self._streams: dict[str, BatchStream] = {}
@@ -285,24 +285,6 @@ class Balancer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def check_loader(balancer: object, cost: object, memory: object, name: object) -> None:
-    """Checks what a `BalancedLoader` is given.
-
-    Raises:
-        ValueError: If the balancer is none, a function is none, or the name is no text.
-    """
-    if not isinstance(balancer, Balancer):
-        raise ValueError(
-            f"balancer is {balancer!r}; make one with Balancer.connect(address), Balancer.embedded() or "
-            "Balancer.from_env()"
-        )
-    for field, function in (("cost", cost), ("memory", memory)):
-        if not callable(function) and (field == "cost" or function is not None):
-            raise ValueError(f"{field} is {function!r}; give a function from a batch to one number per sample")
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name is {name!r}; name the loader by a text, such as 'train'")
 
 
 @atexit.register

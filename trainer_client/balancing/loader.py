@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.splits import SplitSample
-from trainer_client.balancing.balancer import Balancer, check_loader
+from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import BatchSpec
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
@@ -25,7 +24,7 @@ from trainer_client.balancing.report import Counters, Reason, RoundReport
 from trainer_client.balancing.resume import LoaderState, Resumed, check_resumed, state_for
 from trainer_client.balancing.rounds import Ticket
 from trainer_client.balancing.source import Position, Source, sampler_of, tell_epoch
-from trainer_client.balancing.splitting import warn_of_unasked_splits
+from trainer_client.balancing.splitting import Splits, warn_of_unasked_splits
 from trainer_client.balancing.stream import BatchStream, Pass
 from trainer_client.checks import is_whole
 
@@ -64,7 +63,7 @@ class _Moving:
 
     pending: Pending
     report: RoundReport
-    splits: tuple[SplitSample, ...]
+    splits: Splits
     progress: _Progress
 
 
@@ -116,7 +115,7 @@ class BalancedLoader(Generic[B]):
         Raises:
             ValueError: If the balancer is none, a function is none, or the name is no text.
         """
-        check_loader(balancer, cost, memory, name)
+        _check(balancer, cost, memory, name)
         self.loader = loader
         self.balancer = balancer
         self.name = name
@@ -126,7 +125,7 @@ class BalancedLoader(Generic[B]):
         self._requested: Callable[[], None] = lambda: None
         self._used: BatchStream | None = None  # by the latest loop
         self._report: RoundReport | None = None  # of the latest batch
-        self._splits: tuple[SplitSample, ...] = ()
+        self._splits: Splits = ()
         self._splits_asked = True
         self._resume: LoaderState | None = None  # which the next loop goes on from
         self._progress: deque[_Progress] = deque([_Progress()], maxlen=MAX_AHEAD + 1)  # after each batch
@@ -177,11 +176,11 @@ class BalancedLoader(Generic[B]):
         return self._report
 
     @property
-    def splits(self) -> tuple[SplitSample, ...]:
+    def splits(self) -> Splits:
         """Samples of the batch that was yielded last that lie on several ranks, those of all ranks; mostly none.
 
-        See `BalanceOptions.split`, and `PieceGroup.pieces` of `trainer_client.attention`, which takes them. A loop that
-        does not ask for them is warned.
+        See `BalanceOptions.split`, and `trainer_client.attention.PieceGroup`, which takes them. A loop that does not
+        ask for them is warned.
         """
         self._splits_asked = True
         return self._splits
@@ -448,3 +447,16 @@ class _Loop:
                 window.begin, self._batches, {**(directive.extras.for_states or {}), "done": window.done}
             )
         return _Moving(pending, directive.reports[batch], directive.splits(batch), progress)
+
+
+def _check(balancer: object, cost: object, memory: object, name: object) -> None:
+    if not isinstance(balancer, Balancer):
+        raise ValueError(
+            f"balancer is {balancer!r}; make one with Balancer.connect(address), Balancer.embedded() or "
+            "Balancer.from_env()"
+        )
+    for field, function in (("cost", cost), ("memory", memory)):
+        if not callable(function) and (field == "cost" or function is not None):
+            raise ValueError(f"{field} is {function!r}; give a function from a batch to one number per sample")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name is {name!r}; name the loader by a text, such as 'train'")

@@ -140,13 +140,13 @@ class BalanceOptions:
 class StreamConfig:
     """What a stream is made from. Rank 0's address and options hold for all ranks."""
 
-    job: str
-    group: str  # the name of the ranks that balance together
-    loader: str  # the stream's name
-    address: str | None  # of the balancer; None: embedded
-    balance: bool  # False: every sample stays at home
+    job: str = "job"
+    group: str = "default"  # the name of the ranks that balance together
+    loader: str = "train"  # the stream's name
+    address: str | None = None  # of the balancer; None: embedded
+    balance: bool = True  # False: every sample stays at home
     options: BalanceOptions
-    process_group: Ranks | None  # the ranks that balance together; None: the default group
+    process_group: Ranks | None = None  # the ranks that balance together; None: the default group
     peers: Ranks | None = None  # that train the same batches; see `read_membership`
     credentials: Credentials | None = None  # what calls of the balancer show
 

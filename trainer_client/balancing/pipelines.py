@@ -14,10 +14,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from evenkeel.partitioning.splits import SplitSample
 from evenkeel.plugins import Plugins
 from trainer_client.balancing import BalancedLoader, RoundReport
-from trainer_client.balancing.splitting import warn_of_unasked_splits
+from trainer_client.balancing.splitting import Splits, warn_of_unasked_splits
 
 B = TypeVar("B")
 
@@ -27,7 +26,7 @@ class _Splits:
 
     __slots__ = ("__weakref__", "asked", "name", "samples")
 
-    def __init__(self, samples: tuple[SplitSample, ...], name: str) -> None:
+    def __init__(self, samples: Splits, name: str) -> None:
         self.samples, self.name, self.asked = samples, name, False
 
     def __del__(self) -> None:
@@ -54,8 +53,8 @@ class BalancedBatch(Generic[B]):
     _splits: _Splits = field(repr=False)
 
     @property
-    def splits(self) -> tuple[SplitSample, ...]:
-        """Samples of the batch that lie on several ranks, those of all ranks, for `PieceGroup.pieces`.
+    def splits(self) -> Splits:
+        """Samples of the batch that lie on several ranks, those of all ranks, for a `PieceGroup`.
 
         A batch that has some and is trained without having been asked for them is warned of, once a loader.
         """

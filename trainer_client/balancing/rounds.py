@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from evenkeel.partitioning.rounds import RankSamples
-from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Bytes, Contribution, Contributions, State
 from trainer_client.balancing.costs.fitting import Fit
@@ -27,6 +26,7 @@ from trainer_client.balancing.groups import Communicators
 from trainer_client.balancing.lead import Lead, Round
 from trainer_client.balancing.reading import Measured
 from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
+from trainer_client.balancing.splitting import Splits
 
 FIRST_ROOM = 4096
 _NOTHING = Contribution(state=State.NOTHING)
@@ -76,7 +76,7 @@ class Ticket:
         return directive.reports[0]
 
     @property
-    def splits(self) -> tuple[SplitSample, ...]:
+    def splits(self) -> Splits:
         """Samples that lie on several ranks, those of all ranks; of a batch that has been redistributed."""
         self.unasked = False
         return self._directive("splits").splits(0)

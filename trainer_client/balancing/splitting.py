@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, check_table
+from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, SplitSample, check_table
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.roles import check_alike
 from trainer_client.balancing.costs.base import Cost
@@ -20,6 +20,7 @@ from trainer_client.balancing.lead import Round, Stage
 logger = logging.getLogger(__name__)
 
 Costs = NDArray[np.int64] | NDArray[np.float64]
+Splits: TypeAlias = tuple[SplitSample, ...]
 
 
 class Splitting(Stage):

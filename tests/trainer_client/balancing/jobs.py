@@ -21,6 +21,24 @@ def connect(address: str, **arguments: Any) -> Balancer:
     return Balancer.connect(address, **arguments)
 
 
+def balancer_of(
+    address: str | None,
+    job: str = "job",
+    *,
+    process_group: Any = None,
+    options: BalanceOptions | None = None,
+    **changes: Any,
+) -> Balancer:
+    """Of a service, embedded (None) or "off", with patience for a starved machine unless there are options."""
+    patient: dict[str, Any] = {"timeout": timedelta(seconds=20), "group_timeout": timedelta(seconds=60)}
+    options = BalanceOptions(**{**patient, **changes}) if options is None else options
+    if address is None:
+        return Balancer.embedded(job=job, options=options, process_group=process_group)
+    if address == "off":
+        return Balancer.off(options=options, process_group=process_group)
+    return connect(address, job=job, options=options, process_group=process_group)
+
+
 def logged(name: str = "trainer_client", *, form: str = "%(message)s") -> list[str]:
     """What is logged in this process from now on, a rank of one test."""
     lines: list[str] = []
@@ -62,11 +80,7 @@ class Job:
             yield make_batch(rank, step, self.batch_size if step < self.steps[rank] - 1 else (rank * 3 + 1) % 8)
 
     def balancer(self) -> Balancer:
-        if self.address is None:
-            return Balancer.embedded(job=self.name, options=self.options)
-        if self.address == "off":
-            return Balancer.off(options=self.options)
-        return connect(self.address, job=self.name, options=self.options)
+        return balancer_of(self.address, self.name, options=self.options)
 
     def expected(self, step: int) -> list[int]:
         """Ids that all ranks load at a step, sorted."""
@@ -97,6 +111,21 @@ def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
                     }
                 )  # fmt: skip
     return records
+
+
+STEPS = 8
+Ledger = dict[str, list[list[int]]]
+"""Ids of the samples of each batch that a rank got, by loop."""
+
+
+def source(rank: int, loop: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
+    """Batches whose ids tell loop, step and rank."""
+    return [make_batch(rank, step + 100 * loop, 6) for step in range(steps)]
+
+
+def failing(batches: list[Any], after: int) -> Iterator[Any]:
+    yield from batches[:after]
+    raise OSError("the disk is gone")
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,20 +9,16 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of, make_batch
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch
+from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing import SchemaMismatchError
-
-PATIENT = BalanceOptions(timeout=timedelta(seconds=20))
 
 
 def constrained(rank: int, address: str | None) -> tuple[list[float], list[str]]:
     """Memory caps below what the costs alone would give the ranks."""
-    options = BalanceOptions(timeout=timedelta(seconds=20), counts="free", memory_caps=[14.0, 14.0])
     # Rank 0 holds samples of much memory and no cost, rank 1 the reverse: costs alone would mix them otherwise.
     batch = {"id": torch.arange(8) + 8 * rank, "kind": torch.full((8,), rank)}
-    balancer = Balancer.embedded(options=options) if address is None else connect(address, job="caps", options=options)
-    with balancer:
+    with balancer_of(address, "caps", counts="free", memory_caps=[14.0, 14.0]) as balancer:
         loader = BalancedLoader(
             [batch], balancer, cost=lambda b: b["kind"] * 10, memory=lambda b: 1.0 + 1.0 * (b["kind"] == 0)
         )
@@ -79,8 +74,7 @@ def on_two_hosts(rank: int, address: str | None) -> list[int]:
     import os
 
     os.environ["EVENKEEL_NODE"] = f"host-{rank // 2}"
-    balancer = Balancer.embedded() if address is None else connect(address, job="hosts", options=PATIENT)
-    with balancer:
+    with balancer_of(address, "hosts") as balancer:
         loader = BalancedLoader([make_batch(rank, 0, 8)], balancer, cost=cost_of, spec=SPEC)
         ids = [sample for batch in loader for sample in batch["id"].tolist()]
         check_served(loader, address)

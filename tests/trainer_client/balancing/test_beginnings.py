@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, cost_of
-from tests.trainer_client.balancing.loops import STEPS, Ledger, balancer_of, failing, source
+from tests.trainer_client.balancing.jobs import SPEC, STEPS, Ledger, balancer_of, cost_of, failing, source
 from trainer_client import BalancedLoader
 from trainer_client.balancing import ProgramOrderError, kernels
 

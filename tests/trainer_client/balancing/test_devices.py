@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of, make_batch
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch
+from trainer_client import BalancedLoader
 from trainer_client.balancing import source as incoming
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
 from trainer_client.balancing.costs import TokenCost
@@ -97,15 +96,8 @@ def train(rank: int, address: str | None, arriving: bool, default: str | None) -
         incoming.is_on_device = lambda *_: True  # type: ignore[assignment]
     with torch.device("cpu"):
         batches = [make_batch(rank, step, 4 + rank) for step in range(4 + rank)]
-    options = BalanceOptions(window=2, timeout=timedelta(seconds=20))
-    balancer = (
-        Balancer.embedded(options=options)
-        if address is None
-        else connect(address, job=f"devices-{default}", options=options)
-    )
-    cost = TokenCost(tokens="count")
-    with balancer:
-        loader = BalancedLoader(batches, balancer, cost=cost, spec=SPEC)
+    with balancer_of(address, f"devices-{default}", window=2) as balancer:
+        loader = BalancedLoader(batches, balancer, cost=TokenCost(tokens="count"), spec=SPEC)
         ids = [batch["id"].tolist() for batch in loader]
         check_served(loader, address)
     return ids

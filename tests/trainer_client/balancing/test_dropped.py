@@ -6,15 +6,14 @@ import contextlib
 import gc
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from tests.trainer_client.balancing.jobs import SPEC, balancer_of, cost_of, make_batch
+from trainer_client import BalancedLoader, Balancer
 
 
 def threads_left() -> list[str]:
@@ -31,11 +30,7 @@ def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
     """The modes of five loops and the communicators that they used; then what is left of them all."""
     modes, pairs = [], []
     for _ in range(5):
-        balancer = (
-            Balancer.embedded()
-            if address is None
-            else connect(address, job=f"dropped-{leave}", options=BalanceOptions(timeout=timedelta(seconds=9)))
-        )
+        balancer = balancer_of(address, f"dropped-{leave}")
         loader = BalancedLoader([make_batch(rank, step, 5) for step in range(6)], balancer, cost=cost_of, spec=SPEC)
         seen = []
         for step, _ in enumerate(loader):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,9 +12,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of, logged
-from tests.trainer_client.balancing.loops import STEPS, Ledger, balancer_of, failing, source
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from tests.trainer_client.balancing.jobs import (
+    SPEC,
+    STEPS,
+    Ledger,
+    balancer_of,
+    check_served,
+    cost_of,
+    failing,
+    logged,
+    source,
+)
+from trainer_client import BalancedLoader
 from trainer_client.balancing import ProgramOrderError
 
 
@@ -270,14 +278,8 @@ def test_counters_can_be_read_before_the_first_batch_and_after_close() -> None:
 def peers_leave(rank: int, address: str | None) -> list[list[list[int]]]:
     """Ranks 0 and 1, and 2 and 3, train the same batches, and leave their loops at steps of their own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    options = BalanceOptions(timeout=timedelta(seconds=20))
-    balancer = (
-        Balancer.embedded(process_group=mesh["dp"], options=options)
-        if address is None
-        else connect(address, job="peers-leave", process_group=mesh["dp"], options=options)
-    )
     loops = []
-    with balancer:
+    with balancer_of(address, "peers-leave", process_group=mesh["dp"]) as balancer:
         for loop in range(4):
             batches = source(mesh["dp"].get_local_rank(), loop)
             got: list[list[int]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,8 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import check_served, connect, logged
+from tests.trainer_client.balancing.jobs import balancer_of, check_served, logged
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, RoundReport
-
-
-def balancer_of(address: str | None, job: str, **options: Any) -> Balancer:
-    patient = BalanceOptions(**{"timeout": timedelta(seconds=20), **options})
-    if address in (None, "off"):
-        return Balancer.embedded(options=patient) if address is None else Balancer.off(options=patient)
-    return connect(address, job=job, options=patient)
 
 
 def padded(rank: int, step: int, size: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.loops import balancer_of
+from tests.trainer_client.balancing.jobs import balancer_of
 from trainer_client import BalancedLoader, BatchSpec
 from trainer_client.balancing.batches import flatten
 from trainer_client.balancing.batches.shared import describe, digest

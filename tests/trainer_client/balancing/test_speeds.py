@@ -17,8 +17,8 @@ import torch
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.speeds import ALL_EQUAL
-from tests.trainer_client.balancing.jobs import connect, logged
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from tests.trainer_client.balancing.jobs import balancer_of, logged
+from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.balancing.contribution import Measure
 from trainer_client.balancing.reading import Measured
 from trainer_client.observing.measurement import StepTimer
@@ -66,11 +66,7 @@ class Source:
 def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     said = logged("trainer_client.balancing.learned_speeds")
-    if job.address is None:
-        balancer = Balancer.embedded(job=job.name, options=job.options)
-    else:
-        balancer = connect(job.address, job=job.name, options=job.options)
-    with balancer:
+    with balancer_of(job.address, job.name, options=job.options) as balancer:
         loader: BalancedLoader[Any] = BalancedLoader(Source(rank), balancer, cost=lambda batch: batch["cost"])
         timer = StepTimer("cpu", loader=loader if job.sleeps else None)
         batches = iter(loader)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import connect
+from tests.trainer_client.balancing.jobs import balancer_of
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
 from trainer_client.balancing.pipelines import BalancedBatch, PipelineSteps, make_pipeline
 
@@ -64,13 +64,7 @@ def train(rank: int, job: Splits) -> list[dict[str, Any]]:
     """What a rank gets, step by step."""
     batches = [job.batch(rank, step) for step in range(job.steps)]
     records = []
-    connected = job.address is not None
-    made = (
-        connect(str(job.address), job=job.name, options=job.options)
-        if connected
-        else Balancer.embedded(job=job.name, options=job.options)
-    )
-    with made as balancer:
+    with balancer_of(job.address, job.name, options=job.options) as balancer:
         loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC)
         for batch in loader:
             ends = batch["count"].cumsum(0).tolist()

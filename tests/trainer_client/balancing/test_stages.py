@@ -39,11 +39,7 @@ def contributions(seconds: float = 0.0) -> list[Contribution]:
 
 
 def lead(**more: Any) -> Lead:
-    config = StreamConfig(
-        job="job", group="default", loader="train", address=None, balance=True, options=BalanceOptions(**more),
-        process_group=None,
-    )  # fmt: skip
-    return make_lead(config, template=TEMPLATE, nodes=["a"] * RANKS, waits=True)
+    return make_lead(StreamConfig(options=BalanceOptions(**more)), template=TEMPLATE, nodes=["a"] * RANKS, waits=True)
 
 
 def directives(one: Lead, number: int = 0, seconds: float = 0.0) -> list[Directive]:
