@@ -455,8 +455,8 @@ def _check(balancer: object, cost: object, memory: object, name: object) -> None
             f"balancer is {balancer!r}; make one with Balancer.connect(address), Balancer.embedded() or "
             "Balancer.from_env()"
         )
-    for field, function in (("cost", cost), ("memory", memory)):
-        if not callable(function) and (field == "cost" or function is not None):
-            raise ValueError(f"{field} is {function!r}; give a function from a batch to one number per sample")
+    for name_of, function in (("cost", cost), ("memory", memory)):
+        if not callable(function) and (name_of == "cost" or function is not None):
+            raise ValueError(f"{name_of} is {function!r}; give a function from a batch to one number per sample")
     if not isinstance(name, str) or not name:
         raise ValueError(f"name is {name!r}; name the loader by a text, such as 'train'")
