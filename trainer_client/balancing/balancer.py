@@ -251,6 +251,7 @@ class Balancer:
         spec = self._specs.get(loader) if spec is None else spec
         directive = stream.directive(ticket)
         if directive.ended:
+            stream.say_end()
             return None
         flats = ticket.flats
         if batch is not None:

@@ -316,6 +316,7 @@ class BalancedLoader(Generic[B]):
                 elif following is None and loop.end is not None:  # else all that was in flight has been dropped
                     if loop.end.decision.reason is not Reason.LEFT:
                         self._finish_pass(loop.source)
+                    loop.stream.say_end()
                     return
                 moving = following
         except NoDataError:  # on all ranks

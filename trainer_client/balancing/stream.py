@@ -62,6 +62,7 @@ class Pass:
         self.number, self.submitted = -1, 0  # of the pass in its stream, on all ranks alike; of its rounds
         self.by_hand = by_hand  # submissions of the user's own, not an iterator
         self.over = False  # the loop has seen its end, which came on all ranks in the same round
+        self.ended_by: Directive | None = None  # where it had data; until that is said
         self.left, self.problem = False, ""  # this rank has left the loop, and why, for the others to hear
         self.resumed: Resumed | None = None  # from where it goes on, until its first round
         self.latest: Ticket | None = None  # whose batch was started last
@@ -399,8 +400,8 @@ class BatchStream:
     def directive(self, ticket: Ticket) -> Directive:
         """What this rank is to do with a round; waits for it, and raises what has ended the rounds."""
         directive = self._wait(ticket)
-        if directive.ended and self._ends_with(ticket) and ticket.contribution.state is not State.EXHAUSTED:
-            self._say_end(directive)
+        if directive.ended and (current := self._ended(ticket)) and ticket.contribution.state is not State.EXHAUSTED:
+            current.ended_by = directive
         return directive
 
     def _wait(self, ticket: Ticket) -> Directive:
@@ -419,18 +420,18 @@ class BatchStream:
             ) from None
         except Exception:
             if ticket.future.done() and ticket.future.exception() is not None:  # else this loop is interrupted
-                self._ends_with(ticket)
+                self._ended(ticket)
             raise
         finally:
             self.counters.exposed_seconds += time.perf_counter() - started
 
-    def _ends_with(self, ticket: Ticket) -> bool:
-        """The loop has seen its end on all ranks, in the round of a ticket; whether that is news."""
+    def _ended(self, ticket: Ticket) -> Pass | None:
+        """The pass whose loop now sees its end on all ranks, in the round of a ticket; None if that is no news."""
         current = self._pass
         if current is None or current.over or current.number != ticket.pass_number:
-            return False
+            return None
         current.over = True
-        return True
+        return current
 
     def start(
         self,
@@ -464,6 +465,27 @@ class BatchStream:
         if latest is not None and latest.unasked and latest.future.result().plan.splits:
             warn_of_unasked_splits(self._config.loader)
         return current.start(ticket.flats if flats is None else flats, ticket, directive, device, batch)
+
+    def say_end(self) -> None:
+        """Says of a loop that ends now if that is because another rank has left its own, while this one had data.
+
+        Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
+        """
+        current, opened = self._pass, self._opened
+        if current is None or opened is None or current.ended_by is None:
+            return
+        decision, current.ended_by = current.ended_by.decision, None
+        if decision.reason is not Reason.LEFT:
+            return
+        first = next((other for other in range(opened.rank) if other not in decision.ranks), opened.rank)
+        quiet = (self._logged_end or opened.rank != first) and not decision.problem
+        logger.log(
+            logging.INFO if quiet else logging.WARNING,
+            "%s: rank %d has left its loop after %d batches%s, which ends the loops of all ranks, this one after %d; "
+            "batches loaded ahead are dropped", self._config.loader, decision.ranks[0], decision.taken,
+            f" ({decision.problem})" if decision.problem else "", current.taken,
+        )  # fmt: skip
+        self._logged_end = True
 
     def close(self) -> None:
         """Leaves the loop and ends the threads; the process groups are kept for the next stream of these ranks."""
@@ -560,25 +582,6 @@ class BatchStream:
         ticket = Ticket(current.number, contribution, flats, self.measured)
         current.submit(ticket, device)
         return ticket
-
-    def _say_end(self, directive: Directive) -> None:
-        """Says that this rank's loop has ended because another rank has left its own.
-
-        Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
-        """
-        decision = directive.decision
-        if decision.reason is not Reason.LEFT or self._opened is None or self._pass is None:
-            return
-        rank = self._opened.rank
-        first = next((other for other in range(rank) if other not in decision.ranks), rank)
-        quiet = (self._logged_end or rank != first) and not decision.problem
-        logger.log(
-            logging.INFO if quiet else logging.WARNING,
-            "%s: rank %d has left its loop after %d batches%s, which ends the loops of all ranks, this one after %d; "
-            "batches loaded ahead are dropped", self._config.loader, decision.ranks[0], decision.taken,
-            f" ({decision.problem})" if decision.problem else "", self._pass.started,
-        )  # fmt: skip
-        self._logged_end = True
 
     def _follow_fit(self, cost: LearnedCost) -> None:
         """Lets a learned cost follow what all ranks' do in the round that is to be submitted."""
