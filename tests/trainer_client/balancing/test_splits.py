@@ -232,7 +232,7 @@ def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]
             for batch in batches:
                 ticket = balancer.submit(batch, cost=job.cost, spec=SPEC, loader=name)
                 with pytest.raises(RuntimeError, match="report is known when"):
-                    _ = replace(ticket, item=replace(ticket.item, future=Future())).report
+                    _ = replace(ticket, future=Future()).report
                 moved = balancer.redistribute(batch, ticket, loader=name)  # by the spec that was submitted
                 assert int(moved["count"].sum()) == len(moved["items"])
                 ticket.took(1.0)
