@@ -223,11 +223,7 @@ class Asker(Stage):
             )  # fmt: skip
 
     def require(self) -> None:
-        """Waits until the service has answered once.
-
-        Raises:
-            ServiceRequiredError: If it does not within 30 s, or waiting will not help.
-        """
+        """Waits until the service has answered once; `ServiceRequiredError` where it does not, or will not."""
         until, why = time.monotonic() + REQUIRED_SECONDS, "no answer"
         while time.monotonic() < until:
             try:

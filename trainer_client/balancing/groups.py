@@ -47,16 +47,10 @@ class Membership:
 
 
 def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Membership | None:
-    """The ranks that a user's process groups or meshes mean; None where torch.distributed is not initialised.
+    """The ranks that a user's process groups or meshes mean, see `Balancer`; None where there is no process group.
 
-    Args:
-        process_group: The data-parallel group of this rank, or the dimensions of a mesh that make it, such as
-            `mesh["dp"]`; None: all ranks.
-        peers: The ranks that train the same batches. None: those of the other dimensions of the mesh that
-            `process_group` was cut from; without a mesh, no others.
-
-    Raises:
-        ValueError: If it is not clear who balances with whom.
+    Without `process_group` all ranks balance. Without `peers`, those of the other dimensions of the mesh that it was
+    cut from train the same batches; without a mesh, no others. `ValueError` where it is unclear who balances with whom.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is None and peers is None:

@@ -90,11 +90,7 @@ class Templates:
         return self._by_number[number].schema.lines if number in self._by_number else ()
 
     def of_round(self, contributions: Contributions) -> FlatBatch | None:
-        """The empty batch of a round; None: no rank has samples.
-
-        Raises:
-            SchemaMismatchError: If its jagged fields are others than those that the stream began with.
-        """
+        """The empty batch of a round, of the jagged fields that the stream began with; None: no rank has samples."""
         for extras in contributions.extras.values():
             if extras.template is not None:
                 if len(self._by_number) >= _MOST_SCHEMAS:

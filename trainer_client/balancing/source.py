@@ -115,18 +115,10 @@ class Source:
     def __init__(
         self, loader: Any, start: Position | None, *, cost: Cost, memory: Cost | None, spec: BatchSpec | None
     ) -> None:
-        """Begins an iteration, which may fork workers.
+        """Begins an iteration, which may fork workers, at `start` if that is a position of this loader's.
 
-        Args:
-            loader: Any iterable of batches.
-            start: Where to go on; None: at the loader's own beginning.
-            cost: From a batch to one number per sample. It is given a batch on a device as it is, and may return a
-                tensor on the device; one that needs lengths on the host gets the flattened batch.
-            memory: The same for memory.
-            spec: The batches' declarations.
-
-        Raises:
-            ValueError: If the position is not one of this loader's.
+        Functions are given a batch on a device as it is, and may return a tensor on the device; one that needs lengths
+        on the host gets the flattened batch.
         """
         self._loader, self._spec = loader, spec
         self.cost = AskedAhead(cost)

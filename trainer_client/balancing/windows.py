@@ -38,11 +38,7 @@ class WindowStates(Stage):
         self._known: dict[int, dict[str, Any]] = {}  # windows to go on in, by round
 
     def begin(self, round_: Round) -> None:
-        """Plans with the speeds and kernels that the plan of before followed.
-
-        Raises:
-            ResumeError: If windows had another size.
-        """
+        """Plans with the speeds and kernels that the plan of before followed, if windows have the size of before."""
         first = round_.contributions.extras.get(0)
         window = None if first is None or first.resumed is None else first.resumed.window
         if window is None:
@@ -59,11 +55,7 @@ class WindowStates(Stage):
             self._kernels.wait()
 
     def finish(self, round_: Round) -> None:
-        """Leaves out the batches that have been trained.
-
-        Raises:
-            ResumeError: If the window is divided otherwise now.
-        """
+        """Leaves out the batches that have been trained, if the window is divided as before."""
         if self._size == 1:
             return
         digest = _digest(round_.plan)
