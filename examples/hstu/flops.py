@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_client.balancing.costs.base import check_sizes
 from trainer_client.balancing.costs.sequences import ATTENTION_WITH_BACKWARD, MATMUL_WITH_BACKWARD
+from trainer_client.checks import check_whole
 
 # Dense bf16 TFLOP/s of the vendors' datasheets (SXM parts where there are several), the first match counts.
 PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -104,8 +104,7 @@ class AttentionWork:
     candidates: str | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "head_dim")
-        check_sizes(self, "weights", least=0)
+        check_whole(self, num_heads=1, head_dim=1, weights=0)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -136,7 +135,7 @@ class ProductWork:
     rows: str
 
     def __post_init__(self) -> None:
-        check_sizes(self, "weights")
+        check_whole(self, weights=1)
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from evenkeel.partitioning.splits import WIDTH
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches import FlatBatch, Schema
-    from trainer_client.balancing.batches.shared import SharedValues
+    from trainer_client.balancing.batches.schema import SharedValues
     from trainer_client.balancing.resume import Resumed
 
 Bytes = NDArray[np.uint8]

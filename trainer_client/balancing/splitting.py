@@ -27,12 +27,12 @@ class Splitting(Stage):
     """Says to plans what fields are to samples in parts, and to ranks which samples are split."""
 
     def __init__(self, template: FlatBatch) -> None:
-        self._roles = roles_of(template)
+        self._roles = template.roles
 
     def begin(self, round_: Round) -> None:
         """Follows the schema of the round."""
         if round_.template is not None:
-            self._roles = roles_of(round_.template)
+            self._roles = round_.template.roles
         if round_.samples is not None:
             round_.samples = replace(round_.samples, roles=self._roles)
 
@@ -40,11 +40,6 @@ class Splitting(Stage):
         """Tells of the pieces."""
         if round_.plan is not None and round_.plan.parts is not None:
             round_.extras.pieces = round_.plan.parts.pieces
-
-
-def roles_of(flat: FlatBatch) -> NDArray[np.int64] | None:
-    """(jagged columns,) what each is to a sample in parts; None where no sequence is declared."""
-    return np.array(flat.structure.roles, np.int64) if flat.structure.roles else None
 
 
 def check_divides(cost: Cost, flat: FlatBatch) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.balancing.batches.shared import digest as shared_digest
+from trainer_client.balancing.batches.schema import digest as shared_digest
 from trainer_client.balancing.contribution import Contribution, Extras, State, schema_number
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost

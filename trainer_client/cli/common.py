@@ -1,20 +1,39 @@
-"""What commands share: their options, errors in a sentence, tables, and files."""
+"""What commands share: their options, errors in a sentence, findings, tables, and files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
+from rich import status
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
 from rich.table import Table
 
 CaOption = Annotated[Path | None, typer.Option("--tls-ca", help="Authorities of the service; EVENKEEL_TLS_CA.")]
 TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with a token; EVENKEEL_TOKEN_FILE.")]
+
+
+class Status(StrEnum):
+    """How bad what `evenkeel doctor` finds is; the value is the colour."""
+
+    OK = "green"
+    WARN = "yellow"
+    FAIL = "red"
+    SKIP = "dim"
+
+
+class Finding(NamedTuple):
+    """One line of its report: what was looked at, how bad it is, what was found, and what to do if anything."""
+
+    check: str
+    status: Status
+    text: str
+    remedy: str = ""
 
 
 @contextmanager
@@ -29,7 +48,7 @@ def errors_in_a_sentence(mistake: int = 2, failure: int = 2) -> Iterator[None]:
         raise typer.Exit(mistake if isinstance(error, ValueError) else failure) from None
 
 
-def waiting(what: str, *, quiet: bool = False) -> Status:
+def waiting(what: str, *, quiet: bool = False) -> status.Status:
     """A spinner on standard error."""
     return Console(stderr=True, quiet=quiet).status(what, spinner="line")
 

@@ -25,8 +25,7 @@ from rich.table import Table
 
 from evenkeel import __version__
 from evenkeel.variables import misspelt
-from trainer_client.cli.common import CaOption, TokenOption, waiting
-from trainer_client.cli.findings import Finding, Status
+from trainer_client.cli.common import CaOption, Finding, Status, TokenOption, waiting
 
 _NOT_SYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 _TIMEX_BYTES = 512  # more than struct timex has on any architecture

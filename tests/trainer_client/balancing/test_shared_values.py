@@ -12,7 +12,7 @@ from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import balancer_of
 from trainer_client import BalancedLoader, BatchSpec
 from trainer_client.balancing.batches import flatten
-from trainer_client.balancing.batches.shared import describe, digest
+from trainer_client.balancing.batches.schema import describe, digest
 
 SPEC = BatchSpec(shared=["temperature", "names"])
 

@@ -176,7 +176,7 @@ def take_apart(batch: Any) -> dict[str, Any]:
 
 
 def _rows(value: Any) -> int:
-    if is_torchrec(value, "KeyedJaggedTensor"):
+    if is_torchrec(type(value), "KeyedJaggedTensor"):
         return int(value.lengths().numel() // len(value.keys()))
     return len(value) if isinstance(value, torch.Tensor) else int(value.lengths().numel())
 

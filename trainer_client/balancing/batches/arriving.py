@@ -14,61 +14,46 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.flat import FlatBatch
+from trainer_client.balancing.batches.flat import FlatBatch, coming
 from trainer_client.balancing.batches.flatten import PLAIN, assemble, table_of
 from trainer_client.balancing.batches.reading import reader_of
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
+from trainer_client.balancing.batches.structure import is_count
 
 
 def is_on_device(batch: Any, spec: BatchSpec | None) -> bool:
     """Whether a batch is on a device other than the host."""
     try:
-        parts = reader_of(spec or PLAIN).read(batch)
+        contents = reader_of(spec or PLAIN).read(batch)
     except BatchError:
         return False  # whoever flattens it says what is wrong
-    leaves = zip(parts.structure.leaves, parts.tensors, strict=True)
-    tensors = [tensor for leaf, tensor in leaves if not leaf.on_host] + [tensor for tensor, _ in parts.lengths]
-    return not all(tensor.is_cpu for tensor in tensors)
+    on_host = contents.structure.on_host
+    tensors = [tensor for index, tensor in enumerate(contents.tensors) if index not in on_host]
+    return not all(tensor.is_cpu for tensor in tensors + contents.all_lengths)
 
 
 class Arriving:
     """A batch whose numbers are on their way to the host."""
 
     def __init__(self, batch: Any, spec: BatchSpec | None, values: Sequence[torch.Tensor] = ()) -> None:
-        """Begins to copy; waits for nothing.
-
-        Args:
-            batch: On a device.
-            spec: Its declarations.
-            values: What else is to come along, such as costs: (n,) tensors on the device.
-
-        Raises:
-            BatchError: If a value is not understood, or batch sizes disagree.
-        """
-        self._parts = reader_of(spec or PLAIN).read(batch)
-        tensors = self._parts.tensors
+        """Begins to copy what is on a device, and values that are to come along, such as (n,) costs; never waits."""
+        self._contents = reader_of(spec or PLAIN).read(batch)
+        lengths, tensors = self._contents.all_lengths, self._contents.tensors
         if spec is not None and spec.copy:  # the loader may write to it before the numbers have come
             tensors[:] = [tensor.clone() for tensor in tensors]
-        counts = {
-            leaf.path: tensor
-            for leaf, tensor in zip(self._parts.structure.leaves, tensors, strict=True)
-            if leaf.rows == 1 and not leaf.shape and tensor.dtype in (torch.int32, torch.int64)
-        }
+        leaves = zip(self._contents.structure.leaves, tensors, strict=True)
+        counts = {leaf.path: tensor for leaf, tensor in leaves if is_count(leaf)}
         self._paths = tuple(counts)
-        self._coming = Coming([*(tensor for tensor, _ in self._parts.lengths), *counts.values(), *values])
+        self._coming = Coming([*lengths, *counts.values(), *values])
+        self._num_lengths = len(lengths)
 
     def get(self) -> tuple[FlatBatch, list[NDArray[Any]]]:
-        """The flattened batch with its lengths on the host, and the values; waits until they have come.
-
-        Raises:
-            BatchError: If the lengths cannot be right.
-        """
+        """The flattened batch with its lengths on the host, and the values; waits until they have come."""
         numbers = self._coming.get()
-        first_count = len(self._parts.lengths)
-        first_value = first_count + len(self._paths)
-        flat = assemble(self._parts, table_of(self._parts, numbers[:first_count]), copy=False)
-        flat.counts = dict(zip(self._paths, numbers[first_count:first_value], strict=True))
-        return flat, numbers[first_value:]
+        lengths, counts = numbers[: self._num_lengths], numbers[self._num_lengths :]
+        flat = assemble(self._contents, table_of(self._contents, lengths), copy=False)
+        flat.counts = dict(zip(self._paths, counts, strict=False))
+        return flat, counts[len(self._paths) :]
 
 
 class Coming:
@@ -92,8 +77,7 @@ class Coming:
         side = _stream(packed.device)
         side.wait_stream(torch.cuda.current_stream(packed.device))
         with torch.cuda.stream(side):
-            on_host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            on_host.copy_(packed, non_blocking=True)
+            on_host = coming(packed)
             self._event = side.record_event()
         packed.record_stream(side)
         return on_host

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _JAGGED = ("JaggedTensor", "KeyedJaggedTensor")
-_NOTHING = object()
 
 
 class Container(NamedTuple):
@@ -63,14 +62,14 @@ def _container_of_kind(kind: Any) -> Container | None:
     tensordict, pydantic = sys.modules.get("tensordict"), sys.modules.get("pydantic")
     nodes: dict[Any, pytree.NodeDef] = pytree.SUPPORTED_NODES
     node = nodes.get(namedtuple if pytree.is_namedtuple_class(kind) else kind)
-    if _is_torchrec(kind, (*_JAGGED, "KeyedTensor")) or is_lazy_stack(kind) or issubclass(kind, PackedSequence):
+    if is_torchrec(kind, *_JAGGED, "KeyedTensor") or is_lazy_stack(kind) or issubclass(kind, PackedSequence):
         return None
     if tensordict is not None and (issubclass(kind, tensordict.TensorDictBase) or tensordict.is_tensorclass(kind)):
         return _TENSORDICT
     if pydantic is not None and issubclass(kind, pydantic.BaseModel):
         return Container(_flatten_pydantic, _unflatten_pydantic)
     if issubclass(kind, dict | UserDict) and node is None:
-        return Container(_flatten_mapping, _unflatten_mapping)
+        return _OBJECT
     is_record = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or issubclass(kind, SimpleNamespace)
     if is_record and not issubclass(kind, dict):
         return _OBJECT if _can_be_made(kind) else None
@@ -102,45 +101,29 @@ _SEQUENCE = Container(
 # ------------------------------------------------------------------------------------------- objects
 
 
-def _flatten_object(value: Any) -> tuple[list[Any], tuple[str, ...], tuple[str, ...]]:
-    kind: Any = type(value)
-    attributes = getattr(value, "__dict__", {})
-    if attributes.keys() != _declared_names(kind).keys():
-        attributes = dict(_attributes_of(value))
-    names = tuple(attributes)
-    return list(attributes.values()), names, names
+def _flatten_object(value: Any) -> tuple[list[Any], Sequence[Any], tuple[tuple[Any, ...], tuple[str, ...]]]:
+    attributes = _attributes_of(value)
+    items = value if isinstance(value, dict) else attributes.pop("data") if isinstance(value, UserDict) else {}
+    return [*items.values(), *attributes.values()], [*items, *attributes], (tuple(items), tuple(attributes))
 
 
-def _unflatten_object(kind: type, names: tuple[str, ...], values: Sequence[Any], *_: Any) -> Any:
-    return _with_attributes(_blank(kind), zip(names, values, strict=True))
-
-
-def _with_attributes(value: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
-    for name, item in attributes:
-        object.__setattr__(value, name, item)  # also where a class is frozen
-    return value
+def _unflatten_object(kind: Any, context: tuple[Any, Any], values: Sequence[Any], *_: Any) -> Any:
+    (keys, names), rest = context, iter(values)
+    result = _blank(kind)
+    if issubclass(kind, UserDict):
+        object.__setattr__(result, "data", {})
+    for key in keys:
+        result[key] = next(rest)
+    for name in names:
+        object.__setattr__(result, name, next(rest))  # also where a class is frozen
+    return result
 
 
 _OBJECT = Container(_flatten_object, _unflatten_object)
 
 
-def _flatten_mapping(value: Any) -> tuple[list[Any], Sequence[Any], tuple[tuple[Any, ...], tuple[str, ...]]]:
-    attributes = {name: item for name, item in _attributes_of(value) if name != "data" or isinstance(value, dict)}
-    return [*value.values(), *attributes.values()], [*value, *attributes], (tuple(value), tuple(attributes))
-
-
-def _unflatten_mapping(kind: type, context: tuple[Any, Any], values: Sequence[Any], *_: Any) -> Any:
-    (keys, names), items = context, iter(values)
-    result = _blank(kind)
-    if not issubclass(kind, dict):
-        object.__setattr__(result, "data", {})
-    for key in keys:
-        result[key] = next(items)
-    return _with_attributes(result, zip(names, items, strict=True))
-
-
 def _flatten_pydantic(value: Any) -> tuple[list[Any], Sequence[str], tuple[Any, ...]]:
-    fields = dict(_attributes_of(value)) | (value.__pydantic_extra__ or {})
+    fields = _attributes_of(value) | (value.__pydantic_extra__ or {})
     private = value.__pydantic_private__ or {}
     context = tuple(fields), tuple(private), frozenset(value.model_fields_set)
     return [*fields.values(), *private.values()], [*fields, *private], context
@@ -159,9 +142,10 @@ def _is_own_with_tensors(value: Any) -> bool:
     kind: Any = type(value)
     if callable(value) or kind.__module__ == "builtins" or issubclass(kind, torch.Tensor | np.ndarray | list | tuple):
         return False
-    if is_torchrec(value, *_JAGGED, "KeyedTensor"):
+    if is_torchrec(kind, *_JAGGED, "KeyedTensor"):
         return False
-    return any(isinstance(one, torch.Tensor) or is_torchrec(one, *_JAGGED) for _, one in _attributes_of(value))
+    kinds = [type(one) for one in _attributes_of(value).values()]
+    return any(issubclass(one, torch.Tensor) or is_torchrec(one, *_JAGGED) for one in kinds)
 
 
 def _base_of(kind: type) -> Any:
@@ -178,40 +162,28 @@ def _blank(kind: type) -> Any:
     return _base_of(kind).__new__(kind)
 
 
-def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Fields, slots and everything in `__dict__`, but for what Python and cached properties keep there."""
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Everything in `__dict__` and slots, but for what Python and cached properties keep there."""
     kind: Any = type(value)
-    declared = _declared_names(kind)
-    more = [name for name in getattr(value, "__dict__", ()) if name not in declared]
-    for name in (*declared, *(name for name in more if not _is_computed(kind, name))):
-        if (item := getattr(value, name, _NOTHING)) is not _NOTHING:
-            yield name, item
+    state: Any = object.__getstate__(value)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    found = {**(attributes or {}), **(slots or {})}
+    for name in _computed(kind, tuple(found)):
+        del found[name]
+    return found
 
 
 @lru_cache(maxsize=1024)
-def _declared_names(kind: Any) -> dict[str, None]:
-    names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    names += [attribute.name for attribute in getattr(kind, "__attrs_attrs__", ())]
-    for base in reversed(kind.__mro__):
-        slots = base.__dict__.get("__slots__", ())
-        private = f"_{base.__name__.lstrip('_')}"  # what Python puts before private names
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            names.append(private + slot if slot.startswith("__") and not slot.endswith("__") else slot)
-    return dict.fromkeys(name for name in names if not _is_computed(kind, name))
-
-
-@lru_cache(maxsize=8192)
-def _is_computed(kind: Any, name: str) -> bool:
-    described = getattr(kind, name, None)
-    return isinstance(described, property | cached_property) or (name.startswith("__") and name.endswith("__"))
+def _computed(kind: Any, names: tuple[str, ...]) -> list[str]:
+    computed = {name for name in names if isinstance(getattr(kind, name, None), property | cached_property)}
+    return [name for name in names if name in computed or (name.startswith("__") and name.endswith("__"))]
 
 
 # ------------------------------------------------------------------------- torchrec and tensordict
 
 
-def is_torchrec(value: object, *names: str) -> bool:
-    """Whether it is of one of TorchRec's classes, which can be only if something has imported TorchRec."""
-    kind: Any = type(value)
+def is_torchrec(kind: Any, *names: str) -> bool:
+    """Whether a type is one of TorchRec's classes, which can be only if something has imported TorchRec."""
     return _is_torchrec(kind, names)
 
 
@@ -303,7 +275,7 @@ def _contents(value: Any) -> str:
     kind: Any = type(value)
     if _is_plain(kind):
         return "objects"
-    if isinstance(value, torch.Tensor | np.ndarray) or is_torchrec(value, *_JAGGED) or is_lazy_stack(kind):
+    if isinstance(value, torch.Tensor | np.ndarray) or is_torchrec(kind, *_JAGGED) or is_lazy_stack(kind):
         return "tensors"
     container = container_of(value)
     contents = {_contents(item) for item in container.flatten(value)[0] if item is not None} if container else set()

@@ -1,247 +1,23 @@
-"""A batch taken apart into tensors whose rows belong to samples, and the five kinds of fields that it is made of."""
+"""A batch taken apart into tensors whose rows belong to samples."""
 
 from __future__ import annotations
 
-import math
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import string_at
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.containers import Tree
-from trainer_client.balancing.batches.padding import with_padding
-from trainer_client.balancing.batches.schema import Schema
-from trainer_client.balancing.batches.shared import SharedValues, bytes_of, describe
-from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Declarations, MaxLength, Padded
+from trainer_client.balancing.batches.kinds import PICKLES, Shared
+from trainer_client.balancing.batches.schema import Schema, SharedValues, bytes_of, describe
+from trainer_client.balancing.batches.spec import BatchError, BatchSpec
+from trainer_client.balancing.batches.structure import Structure
 
 _WATCHED_BYTES = 64
 _WATCHED_TENSORS = 4
-PICKLES = "objects"  # label of the bytes of Python objects
 LENGTHS_DTYPE = torch.int32  # on the wire and on devices; flatten() refuses longer samples
-
-
-class Leaf(NamedTuple):
-    """One tensor of a batch."""
-
-    path: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # of one row
-    rows: int  # of each sample if fixed, 0 if jagged
-    columns: tuple[int, ...]  # jagged columns whose values lie in it, one after the other; () if rows are fixed
-    field_paths: tuple[str, ...]  # of each of its fields: one per column, or one
-    label: str  # what the schema says instead of the dtype; "" for the dtype
-    on_host: bool  # it is in the host's memory wherever the batch is
-    padding: Padded | None  # how it is padded outside of a `FlatBatch`
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-# Fields are tuples of different lengths, so that those of two batches are compared without a look at their kinds.
-
-
-class Rows(NamedTuple):
-    """A tensor or array whose rows belong to samples: as many for each, flattened, or padded to the longest sample."""
-
-    leaf: int
-    dtype: np.dtype[Any] | None  # of an array
-    padding: Padded | None
-    column: str  # of its lengths, if it is padded
-
-    def build(self, batch: FlatBatch) -> Any:
-        """The field of another batch."""
-        values = batch.tensors[self.leaf]
-        if self.padding is not None:
-            longest = max(batch.host_lengths_at(self.column), default=0)
-            return with_padding(values, batch.lengths_at((self.column,), torch.int64), longest, self.padding)
-        if self.dtype is None:
-            return values
-        return values.numpy().astype(self.dtype, copy=False)  # in its own byte order
-
-
-class Jagged(NamedTuple):
-    """TorchRec's `JaggedTensor` and `KeyedJaggedTensor`, and torch's nested tensors in jagged layout."""
-
-    columns: tuple[str, ...]  # path of each key's lengths, or of the field
-    values: int  # the leaf
-    weights: int | None  # their leaf
-    dtype: torch.dtype  # of the lengths
-    keys: tuple[str, ...] | None = None
-    is_nested: bool = False
-    alike: str | None = None  # an earlier nested tensor with the same offsets, which torch wants to compute with both
-
-    def build(self, batch: FlatBatch) -> Any:
-        """The field of another batch."""
-        values = batch.tensors[self.values]
-        if self.is_nested:
-            return torch.nested.nested_tensor_from_jagged(values, offsets=batch.offsets_at(self.columns[0], self.alike))
-        from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-
-        weights = None if self.weights is None else batch.tensors[self.weights]
-        lengths = batch.lengths_at(self.columns, self.dtype)
-        if self.keys is None:
-            return JaggedTensor(values, weights=weights, lengths=lengths)
-        totals = [int(batch.totals[batch.structure.order[path]]) for path in self.columns]
-        empty = None
-        if not batch.num_samples:  # for which TorchRec 1.8's `to_dict` raises an IndexError
-            begin = lengths.new_zeros(1)
-            empty = {key: JaggedTensor(values, weights=weights, lengths=lengths, offsets=begin) for key in self.keys}
-        return KeyedJaggedTensor(
-            list(self.keys),
-            values,
-            weights=weights,
-            lengths=lengths,
-            stride=batch.num_samples,
-            length_per_key=totals,  # else TorchRec would ask the device for them
-            offset_per_key=list(accumulate(totals, initial=0)),
-            jt_dict=empty,
-        )
-
-
-class Objects(NamedTuple):
-    """A list, tuple or array with one Python object for each sample: a jagged field of the bytes of their pickles."""
-
-    path: str
-    leaf: int
-    kind: type[Any]
-    dtype: np.dtype[Any] | None  # of an array
-    shape: tuple[int, ...]  # of each sample in an array
-
-    def build(self, batch: FlatBatch) -> Any:
-        """The field of another batch."""
-        data = batch.tensors[self.leaf].numpy().data
-        ends = accumulate(batch.host_lengths_at(self.path), initial=0)
-        objects = [pickle.loads(data[since:until]) for since, until in pairwise(ends)]
-        if self.dtype is None:
-            return self.kind(objects)
-        if self.dtype == np.object_:
-            array = np.empty((len(objects), *self.shape), dtype=object)
-            for index, one in enumerate(objects):
-                array[index] = one
-            return array
-        dtype = self.dtype
-        if dtype.kind in "US" and objects:  # strings of other ranks may need a wider one
-            widest = np.array(objects, dtype=dtype.kind).dtype
-            dtype = dtype if widest.itemsize <= dtype.itemsize else widest.newbyteorder(dtype.byteorder)
-        return np.array(objects, dtype=dtype).reshape(len(objects), *self.shape)
-
-
-class Shared(NamedTuple):
-    """A value that stays as it is, of the batch that it comes from; or None, which need not be declared."""
-
-    path: str
-    number: int  # among the shared values; -1: it is None
-
-    def build(self, batch: FlatBatch) -> Any:
-        """The field of another batch."""
-        return None if self.number < 0 else _moved(batch.shared[self.number], batch.device)
-
-
-class Derived(NamedTuple):
-    """A value that follows from the batch that is trained: its number of samples, a longest length, or a function."""
-
-    path: str
-    function: Callable[[Any], Any] | MaxLength | None  # None: the number of samples
-    dtype: torch.dtype | None  # of a number of samples that is a tensor
-
-    @property
-    def needs_batch(self) -> bool:
-        """Whether it is computed from the other fields."""
-        return self.function is not None and not isinstance(self.function, MaxLength)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A function that cannot be pickled, such as a lambda, is replaced by what says so."""
-        function: Any = self.function
-        try:
-            pickle.dumps(function)
-        except Exception as error:
-            function = _Missing(self.path, str(error))
-        return Derived, (self.path, function, self.dtype)
-
-    def build(self, batch: FlatBatch) -> Any:
-        """The field of another batch."""
-        if isinstance(self.function, MaxLength):
-            return max(batch.host_lengths_at(self.function.path), default=0)
-        if self.function is None and self.dtype is not None:
-            return torch.full((), batch.num_samples, dtype=self.dtype, device=batch.device)
-        return batch.num_samples if self.function is None else None
-
-    def compute(self, batch: Any, spec: BatchSpec | None) -> Any:
-        """Its value, from a batch in which such values are None."""
-        function = self.function
-        if isinstance(function, _Missing) and spec is not None:
-            function = Declarations(spec).at(self.path).get("derived", function)
-        assert callable(function)
-        return function(batch)
-
-
-class _Missing(NamedTuple):
-    path: str
-    why: str
-
-    def __call__(self, _batch: Any) -> Any:
-        raise BatchError(
-            f"the function that gives {self.path!r} did not reach this rank, which has had no batch of its own: "
-            f"{self.why}; declare a function of a module, or a MaxLength, in derived"
-        )
-
-
-Field = Rows | Jagged | Objects | Shared | Derived
-
-
-def _reads_lengths(one: Field) -> bool:
-    if isinstance(one, Derived):
-        return isinstance(one.function, MaxLength)
-    is_padded, shares_offsets = isinstance(one, Rows) and one.padding, isinstance(one, Jagged) and one.alike
-    return bool(isinstance(one, Objects) or is_padded or shares_offsets)
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    """A shared value with its tensors on a device."""
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value.to(device, non_blocking=True) if device and callable(getattr(value, "to", None)) else value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
-    """What batches of one kind have in common."""
-
-    tree: Tree | None  # the containers; None if the batch is a single field
-    fields: tuple[Field, ...]  # the leaves of the tree
-    leaves: tuple[Leaf, ...]  # the tensors
-    columns: tuple[str, ...]  # path of each jagged column, ascending
-    schema: Schema  # what other ranks' batches must agree with
-    roles: tuple[int, ...] = ()  # of columns in parts, see `evenkeel.partitioning.splits`; none without a sequence
-    order: dict[str, int] = field(init=False)  # number of each column
-    counts: dict[int, int] = field(init=False)  # leaf and column of each tensor that holds lengths
-    jagged: tuple[int, ...] = field(init=False)  # leaves with as many rows as lengths say
-    on_host: frozenset[int] = field(init=False)  # leaves that are in the host's memory wherever the batch is
-    reads_lengths: bool = field(init=False)  # building a batch does, on the host
-    derived: dict[int, Derived] = field(init=False)  # fields that are computed from the others, by their number
-
-    def __post_init__(self) -> None:
-        order = {path: column for column, path in enumerate(self.columns)}
-        computed = {
-            "order": order,
-            "counts": {i: order[leaf.path] for i, leaf in enumerate(self.leaves) if leaf.rows and leaf.path in order},
-            "jagged": tuple(i for i, leaf in enumerate(self.leaves) if not leaf.rows),
-            "on_host": frozenset(i for i, leaf in enumerate(self.leaves) if leaf.on_host),
-            "reads_lengths": any(_reads_lengths(one) for one in self.fields),
-            "derived": {i: one for i, one in enumerate(self.fields) if isinstance(one, Derived) and one.needs_batch},
-        }
-        for name, value in computed.items():
-            object.__setattr__(self, name, value)
 
 
 class FlatBatch:
@@ -309,9 +85,8 @@ class FlatBatch:
 
     @property
     def roles(self) -> NDArray[np.int64] | None:
-        """(num_jagged,) as `Structure.roles`; None where no sequence is declared, or the batch has none of it."""
-        roles = self.structure.roles
-        return np.array(roles, np.int64) if any(role > 0 for role in roles) else None
+        """(num_jagged,) what each column is to a sample in parts, as `Structure.roles`; None without a sequence."""
+        return np.array(self.structure.roles, np.int64) if self.structure.roles else None
 
     @property
     def device(self) -> torch.device | None:
@@ -486,11 +261,11 @@ class FlatBatch:
         """
         on_host = self.structure.on_host
         result = self.rebuild(
-            [_coming(tensor) if index in on_host else tensor for index, tensor in enumerate(self.tensors)],
+            [coming(tensor) if index in on_host else tensor for index, tensor in enumerate(self.tensors)],
             num_samples=self.num_samples, totals=self.totals, lengths=self._lengths, lengths_tensor=self.lengths_tensor,
         )  # fmt: skip
         if self._lengths is None:
-            result._lengths_coming = _coming(self.lengths_tensor)
+            result._lengths_coming = coming(self.lengths_tensor)
         return result
 
     def empty(self) -> FlatBatch:
@@ -564,7 +339,8 @@ def _some_bytes(tensor: torch.Tensor) -> bytes:
     return string_at(tensor.data_ptr() + (tensor.nbytes - length) // 2, length)
 
 
-def _coming(tensor: torch.Tensor) -> torch.Tensor:
+def coming(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on its way to page-locked memory of the host, queued on the current stream."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

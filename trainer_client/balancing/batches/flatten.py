@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.containers import container_of, is_torchrec
 from trainer_client.balancing.batches.flat import FlatBatch
+from trainer_client.balancing.batches.kinds import Contents, jagged_lengths
 from trainer_client.balancing.batches.padding import without_padding
-from trainer_client.balancing.batches.reading import Parts, jagged_lengths, reader_of
+from trainer_client.balancing.batches.reading import reader_of
 from trainer_client.balancing.batches.refusals import jagged_refusal
 from trainer_client.balancing.batches.roles import check_items
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
@@ -53,50 +54,49 @@ def flatten(
     if isinstance(batch, FlatBatch):
         return batch
     spec = spec if spec is not None else PLAIN
-    parts = reader_of(spec).read(batch)
-    columns = parts.structure.columns
+    contents = reader_of(spec).read(batch)
+    structure, columns = contents.structure, contents.structure.columns
     if lengths is not None:
         table = np.array(lengths, dtype=np.int64, order="C")
-        if table.shape != (parts.num_samples, len(columns)):
+        if table.shape != (contents.num_samples, len(columns)):
             raise BatchError(
-                f"lengths has shape {table.shape}; the batch has {parts.num_samples} samples and the jagged fields "
+                f"lengths has shape {table.shape}; the batch has {contents.num_samples} samples and the jagged fields "
                 f"{list(columns)}"
             )
-        return assemble(parts, table, copy=spec.copy)
-    for tensor, (first, *_) in parts.lengths:
+        return assemble(contents, table, copy=spec.copy)
+    tensors = contents.all_lengths
+    for tensor, numbers in zip(tensors, structure.lengths, strict=True):
         if not tensor.is_cpu and not allow_sync:
             raise BatchError(
-                f"the lengths of {columns[first]!r} are only on {tensor.device}, and reading them would make the host "
-                "wait; give the batch to a BalancedLoader, which reads them ahead of time, submit the host's batch and "
-                "redistribute its copy on the device, or flatten it yourself with lengths, or with allow_sync=True to "
-                "wait"
+                f"the lengths of {columns[numbers[0]]!r} are only on {tensor.device}, and reading them would make the "
+                "host wait; give the batch to a BalancedLoader, which reads them ahead of time, submit the host's "
+                "batch and redistribute its copy on the device, or flatten it yourself with lengths, or with "
+                "allow_sync=True to wait"
             )
-    table = table_of(parts, [tensor.detach().cpu().numpy() for tensor, _ in parts.lengths])
-    return assemble(parts, table, copy=spec.copy)
+    table = table_of(contents, [tensor.cpu().numpy() for tensor in tensors])
+    return assemble(contents, table, copy=spec.copy)
 
 
-def table_of(parts: Parts, lengths: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """(n, num_jagged) lengths of all columns, from those of `Parts.lengths` on the host."""
-    table = np.empty((parts.num_samples, len(parts.structure.columns)), dtype=np.int64)
-    for (_, columns), values in zip(parts.lengths, lengths, strict=True):
-        if values.size != len(columns) * parts.num_samples:
+def table_of(contents: Contents, lengths: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """(n, num_jagged) lengths of all columns, from those of `Contents.all_lengths` on the host."""
+    structure, n = contents.structure, contents.num_samples
+    table = np.empty((n, len(structure.columns)), dtype=np.int64)
+    for columns, values in zip(structure.lengths, lengths, strict=True):
+        if values.size != len(columns) * n:
             raise BatchError(
-                f"{parts.structure.columns[columns[0]]!r} has {values.size} lengths for {len(columns)} keys of "
-                f"{parts.num_samples} samples; give one for each key and sample"
+                f"{structure.columns[columns[0]]!r} has {values.size} lengths for {len(columns)} keys of {n} samples; "
+                "give one for each key and sample"
             )
-        table[:, columns] = values.reshape(len(columns), parts.num_samples).T
+        where = slice(columns.start, columns.stop) if isinstance(columns, range) else columns
+        table[:, where] = values.reshape(len(columns), n).T
     return table
 
 
-def assemble(parts: Parts, table: NDArray[np.int64], *, copy: bool) -> FlatBatch:
-    """The flattened batch, its (n, num_jagged) lengths known and checked.
-
-    Raises:
-        BatchError: If the lengths cannot be right.
-    """
-    structure, tensors = parts.structure, parts.tensors
+def assemble(contents: Contents, table: NDArray[np.int64], *, copy: bool) -> FlatBatch:
+    """The flattened batch; refuses (n, num_jagged) lengths that cannot be right."""
+    structure, tensors = contents.structure, contents.tensors
     columns = structure.columns
-    if table.size and not (table.min() >= 0 and table.max() <= _MAX_LENGTH):
+    if table.size and table.view(np.uint64).max() > _MAX_LENGTH:  # as are negative ones
         sample, column = np.argwhere((table < 0) | (table > _MAX_LENGTH))[0]
         raise BatchError(
             f"sample {sample} of {columns[column]!r} has length {table[sample, column]}; it must be 0 to {_MAX_LENGTH}"
@@ -119,7 +119,12 @@ def assemble(parts: Parts, table: NDArray[np.int64], *, copy: bool) -> FlatBatch
     if copy:
         tensors = [tensor.clone() for tensor in tensors]
     return FlatBatch(
-        structure=structure, tensors=tensors, num_samples=len(table), totals=totals, shared=parts.shared, lengths=table
+        structure=structure,
+        tensors=tensors,
+        num_samples=len(table),
+        totals=totals,
+        shared=contents.shared,
+        lengths=table,
     )
 
 
@@ -156,33 +161,45 @@ def read_lengths(batch: Any, path: str) -> NDArray[np.int64]:
     """
     if isinstance(batch, FlatBatch):
         return batch.lengths_of(path)
-    value = lookup(batch, path)
-    if is_torchrec(value, "JaggedTensor") or (isinstance(value, torch.Tensor) and value.is_nested):
-        if reason := jagged_refusal(value, path):
-            raise BatchError(reason)
-        value = jagged_lengths(value)
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-        return value.astype(np.int64)
-    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
-        raise BatchError(
-            f"{path!r} is {_describe(value)}; name a jagged field (of a KeyedJaggedTensor one key), or an int32 or "
-            "int64 tensor with one number per sample"
-        )
+    value = find_lengths(batch, path)
     if value.device.type != "cpu":
         raise BatchError(f"{path!r} is on {value.device}; compute costs from the host's batch, before the copy")
     lengths: NDArray[np.int64] = value.numpy().astype(np.int64)
     return lengths
 
 
+def find_lengths(batch: Any, path: str) -> torch.Tensor:
+    """The same in their own dtype, and wherever they are."""
+    if isinstance(batch, FlatBatch):
+        return torch.from_numpy(batch.lengths_of(path).copy())
+    value = lookup(batch, path)
+    is_jagged = is_torchrec(type(value), "JaggedTensor", "KeyedJaggedTensor")
+    if is_jagged or (isinstance(value, torch.Tensor) and value.is_nested):
+        if reason := jagged_refusal(value, path):
+            raise BatchError(reason)
+        value = jagged_lengths(value)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        value = torch.from_numpy(value.astype(np.int64))
+    is_tensor = isinstance(value, torch.Tensor) and value.dim() == 1
+    if not is_tensor or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+        raise BatchError(
+            f"{path!r} is {_describe(value)}; name a jagged field (of a KeyedJaggedTensor one key), or an integer "
+            "tensor with one number per sample"
+        )
+    lengths: torch.Tensor = value
+    return lengths
+
+
 def _step(value: Any, path: str) -> tuple[Any, str] | None:
     """One part of the path further; keys may hold dots themselves."""
-    container = None if is_torchrec(value, "KeyedJaggedTensor") else container_of(value)
+    is_keyed = is_torchrec(type(value), "KeyedJaggedTensor")
+    container = None if is_keyed else container_of(value)
     values, names, _ = container.flatten(value) if container is not None else ((), (), None)
     named = dict(zip(map(str, names), values, strict=True))
     parts = path.split(".")
     for count in range(1, len(parts) + 1):
         name, rest = ".".join(parts[:count]), ".".join(parts[count:])
-        if is_torchrec(value, "KeyedJaggedTensor"):
+        if is_keyed:
             if name in value.keys():  # noqa: SIM118 - not a dict
                 stride, index = value.stride(), list(value.keys()).index(name)
                 return jagged_lengths(value)[index * stride : (index + 1) * stride], rest
@@ -194,7 +211,7 @@ def _step(value: Any, path: str) -> tuple[Any, str] | None:
 
 
 def _describe(value: Any) -> str:
-    if is_torchrec(value, "KeyedJaggedTensor"):
+    if is_torchrec(type(value), "KeyedJaggedTensor"):
         return f"a KeyedJaggedTensor of {', '.join(value.keys())}"
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(str, value.keys()))}"

@@ -14,9 +14,7 @@ def without_padding(
 ) -> torch.Tensor:
     """(sum of lengths, …) values of a padded tensor (n, width, …), sample after sample.
 
-    Raises:
-        BatchError: If a sample is longer than the tensor is wide, or what is cut off is no padding: on the host, if it
-            is not the same everywhere.
+    On the host, what is cut off must be the same everywhere.
     """
     width = tensor.shape[1]
     if lengths.size and lengths.max() > width:

@@ -59,7 +59,7 @@ def jagged_refusal(value: Any, path: str) -> str:
             f"{name_of(path)} is a nested tensor of layout {value.layout}, with holes or another ragged dimension than "
             "1; use layout=torch.jagged, ragged right after the batch, and .contiguous()"
         )
-    if not is_torchrec(value, "KeyedJaggedTensor"):
+    if not is_torchrec(type(value), "KeyedJaggedTensor"):
         return ""
     if not value.variable_stride_per_key() and value.inverse_indices_or_none() is None:
         return ""
@@ -77,7 +77,7 @@ def refusal(value: Any, path: str) -> str:
             "for this step gives a batch whose tensors have no rows"
         )
     kind = type_name(value)
-    if is_torchrec(value, "KeyedTensor"):
+    if is_torchrec(type(value), "KeyedTensor"):
         why = (
             "KeyedTensor, pooled embeddings of which only the model knows how keys follow each other; pass the dense "
             f"tensor {path}.values(), and make the KeyedTensor again in the model"

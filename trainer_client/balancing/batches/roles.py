@@ -3,52 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import ALL, FIRST, LAST
-from trainer_client.balancing.batches.flat import PICKLES, Leaf, Structure
+from trainer_client.balancing.batches.kinds import PICKLES, Leaf
 from trainer_client.balancing.batches.spec import BatchError, Declarations
 
+if TYPE_CHECKING:
+    from trainer_client.balancing.batches.structure import Structure
+
 _PARTS = {"last": LAST, "first": FIRST, "all": ALL}
+_SHOWN = {LAST: "the last part", FIRST: "the first part", ALL: "all parts"}
 
 
 def roles_of(leaves: Sequence[Leaf], columns: Sequence[str], declared: Declarations) -> tuple[int, ...]:
-    """(jagged columns,) as `Structure.roles`.
-
-    Raises:
-        BatchError: If a declared field cannot be cut, or fields of one column are declared differently.
-    """
+    """(jagged columns,) as `Structure.roles`; refuses fields that cannot be cut, or are declared differently."""
     if not declared.spec.sequence:
         return ()
     for leaf in leaves:
-        if leaf.rows and leaf.path not in columns:
-            _check_dense(leaf, declared)
+        for name, remedy in (("sequence", "a field that is cut needs lengths"), ("parts", "leave it out")):
+            if leaf.rows and leaf.path not in columns and leaf.path in getattr(declared.spec, name):
+                raise BatchError(
+                    f"{name} names {leaf.path!r}, which has {leaf.rows} row{'s' * (leaf.rows > 1)} for each sample: "
+                    f"all parts get it; {remedy}, or say its lengths in rows_per_sample or padded"
+                )
     return tuple(_role(index, path, leaves, declared) for index, path in enumerate(columns))
 
 
-def _check_dense(leaf: Leaf, declared: Declarations) -> None:
-    for name, remedy in (("sequence", "a field that is cut needs lengths"), ("parts", "leave it out")):
-        if leaf.path in getattr(declared.spec, name):
-            raise BatchError(
-                f"{name} names {leaf.path!r}, which has {leaf.rows} row{'s' * (leaf.rows > 1)} for each sample: "
-                f"all parts get it; {remedy}, or say its lengths in rows_per_sample or padded"
-            )
-
-
 def _role(column: int, path: str, leaves: Sequence[Leaf], declared: Declarations) -> int:
-    fields = [
-        (leaf, one) for leaf in leaves for one, of in zip(leaf.field_paths, leaf.columns, strict=False) if of == column
-    ]
-    paths = {one: declared.at(one) for one in (path, *(one for _, one in fields))}
+    fields = [(leaf, field) for leaf in leaves for field, of in leaf.jagged_fields if of == column]
+    paths = {one: declared.at(one) for one in (path, *(field for _, field in fields))}
     items = {one: int(at["sequence"]) for one, at in paths.items() if "sequence" in at}
     parts = {one: str(at["parts"]) for one, at in paths.items() if "parts" in at}
-    for name, values in (("sequence", items), ("parts", parts)):
+    by_name: tuple[tuple[str, Mapping[str, object]], ...] = (("sequence", items), ("parts", parts))
+    for name, values in by_name:
         if len(set(values.values())) > 1:
-            raise BatchError(
-                f"fields with the lengths of {path!r} are declared differently in {name}: {_shown(values)}"
-            )
+            shown = ", ".join(f"{path!r}: {value!r}" for path, value in values.items())
+            raise BatchError(f"fields with the lengths of {path!r} are declared differently in {name}: {shown}")
     # one for each sample, so that it has no positions; or a number, which belongs to no field of its own
     is_object = any(leaf.label == PICKLES or (leaf.padding and leaf.padding.lengths is None) for leaf, _ in fields)
     if items and is_object:
@@ -70,21 +64,13 @@ def _role(column: int, path: str, leaves: Sequence[Leaf], declared: Declarations
     return role
 
 
-def _shown(declared: Mapping[str, object]) -> str:
-    return ", ".join(f"{path!r}: {value!r}" for path, value in declared.items())
+def shown_role(role: int) -> str:
+    """A role in a line of the schema."""
+    return f", {role} an item of the sequence" if role > 0 else f", with {_SHOWN[role]}"
 
 
 def check_items(lengths: NDArray[np.int64], columns: Sequence[str], roles: Sequence[int]) -> None:
-    """Checks that samples have whole items in the fields of the sequence.
-
-    Args:
-        lengths: (n, jagged columns).
-        columns: Their paths.
-        roles: As `Structure.roles`.
-
-    Raises:
-        BatchError: If one has not.
-    """
+    """Refuses samples, of (n, jagged columns) lengths, without whole items in the fields of the sequence."""
     for column, role in enumerate(roles):
         if role > 1 and (rest := lengths[:, column] % role).any():
             sample = int(rest.argmax())
@@ -95,30 +81,19 @@ def check_items(lengths: NDArray[np.int64], columns: Sequence[str], roles: Seque
 
 
 def check_alike(structure: Structure, lengths: NDArray[np.int64]) -> None:
-    """Checks that each sample has as many items in all fields of the sequence, which are cut alike.
-
-    Args:
-        structure: With `roles`.
-        lengths: (n, jagged columns).
-
-    Raises:
-        BatchError: If one has not.
-    """
-    first, *others = [column for column, role in enumerate(structure.roles) if role > 0] or [0]
+    """Refuses samples, of (n, jagged columns) lengths, without as many items in all fields of the sequence."""
+    roles = structure.roles
+    names = dict(enumerate(structure.columns))
+    for leaf in reversed(structure.leaves):  # the first field with the lengths of a column, as users call it
+        names |= {column: path for path, column in reversed(leaf.jagged_fields)}
+    first, *others = [column for column, role in enumerate(roles) if role > 0] or [0]
     for other in others:
-        items, its = (lengths[:, column] // structure.roles[column] for column in (first, other))
+        items, its = (lengths[:, column] // roles[column] for column in (first, other))
         if (differ := items != its).any():
             sample = int(differ.argmax())
-            one, another = (_field_of(structure, column) for column in (first, other))
             raise BatchError(
-                f"sample {sample} has {items[sample]} items in {one!r} and {its[sample]} in {another!r}, both of which "
-                "sequence declares: item i of one must belong to item i of the other, as they are cut alike; leave out "
-                "of sequence what is no part of the history, such as candidates, which go with a sample's last part or "
-                "as parts says, or say in sequence how many values an item has"
+                f"sample {sample} has {items[sample]} items in {names[first]!r} and {its[sample]} in {names[other]!r}, "
+                "both of which sequence declares: item i of one must belong to item i of the other, as they are cut "
+                "alike; leave out of sequence what is no part of the history, such as candidates, which go with a "
+                "sample's last part or as parts says, or say in sequence how many values an item has"
             )
-
-
-def _field_of(structure: Structure, column: int) -> str:
-    """A field with the lengths of a column, as users call it."""
-    fields = (pair for leaf in structure.leaves for pair in zip(leaf.field_paths, leaf.columns, strict=False))
-    return next((path for path, value in fields if value == column), structure.columns[column])

@@ -165,15 +165,9 @@ class Declarations:
         )
 
     def check_used(self, used: Collection[tuple[str, str]], absent: Iterable[str], paths: Sequence[str]) -> None:
-        """Refuses declarations of single paths that were not used; patterns may match nothing.
+        """Refuses declarations of single paths that were not used, by parameter and path; patterns may match nothing.
 
-        Args:
-            used: Parameters and paths that were.
-            absent: Paths whose value is None; what is declared there or below may be missing.
-            paths: All paths of the batch.
-
-        Raises:
-            BatchError: If there is one.
+        What is declared at or below an absent path, whose value is None, may be missing.
         """
         may_miss = tuple(f"{path}." for path in absent)
         for name, path in self._patterns:

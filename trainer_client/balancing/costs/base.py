@@ -68,14 +68,6 @@ def count_positions(batch: Any, source: Source) -> Counts:
     return sum((counts[path] for path in paths[1:]), counts[paths[0]])
 
 
-def check_sizes(options: object, *names: str, least: int = 1) -> None:
-    """Raises a ValueError unless these options are whole numbers of at least `least`."""
-    for name in names:
-        value = getattr(options, name)
-        if not is_whole(value) or value < least:
-            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; give a whole number >= {least}")
-
-
 def check_sources(options: object, *names: str, needed: tuple[str, ...] = ()) -> None:
     """Raises a ValueError unless these options are what `count_positions` takes, the needed ones fields."""
     for name in (*needed, *names):

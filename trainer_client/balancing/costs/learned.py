@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import SpanCosts
-from trainer_client.balancing.batches import BatchError, FlatBatch, lookup
+from trainer_client.balancing.batches.flat import coming
+from trainer_client.balancing.batches.flatten import find_lengths
 from trainer_client.balancing.costs.base import SampleCost
 from trainer_client.balancing.costs.fitting import Fit, FitOptions
 from trainer_client.balancing.costs.sequences import num_fields
@@ -82,17 +83,8 @@ class SequenceTerms:
 
 def _count(batch: Any, source: str | Sequence[str]) -> torch.Tensor:
     """(n,) float64 on the batch's device."""
-    counts = []
-    for path in (source,) if isinstance(source, str) else source:
-        if isinstance(batch, FlatBatch):
-            counts.append(torch.from_numpy(batch.lengths_of(path).astype(np.float64)))
-            continue
-        value = lookup(batch, path)
-        lengths = value.lengths() if callable(getattr(value, "lengths", None)) else value
-        if not isinstance(lengths, torch.Tensor) or lengths.dim() != 1:
-            raise BatchError(f"{path!r} holds no lengths; name a jagged field or an integer tensor with one per sample")
-        counts.append(lengths.double())
-    return torch.stack(counts).sum(0)
+    paths = (source,) if isinstance(source, str) else source
+    return torch.stack([find_lengths(batch, path).double() for path in paths]).sum(0)
 
 
 class LearnedCost(SampleCost):
@@ -189,8 +181,7 @@ class SummedTerms:
         self._total = self._total.to(sums.device, non_blocking=True) + sums
         self.before, self.after = self.after, self._total
         if sums.is_cuda:
-            host = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
-            self.after = host.copy_(self._total, non_blocking=True)
+            self.after = coming(self._total)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import SpanCosts
-from trainer_client.balancing.costs.base import Counts, SampleCost, Source, check_sizes, check_sources, count_positions
+from trainer_client.balancing.costs.base import Counts, SampleCost, Source, check_sources, count_positions
+from trainer_client.checks import check_whole
 
 # Of a matrix product's FLOPs: once forward, twice backward (gradients of both factors).
 MATMUL_WITH_BACKWARD = 3.0
@@ -32,7 +33,7 @@ class TokenCost(SampleCost):
 
     def __post_init__(self) -> None:
         check_sources(self, needed=("tokens",))
-        check_sizes(self, "per_sample", least=0)
+        check_whole(self, per_sample=0)
 
     def __call__(self, batch: Any) -> NDArray[np.int64]:
         """(n,) tokens of each sample, in whole numbers."""
@@ -94,7 +95,7 @@ class HSTUCost(SampleCost):
     backward: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_layers", "width", "num_heads", "head_dim", *_given(self, "value_dim"))
+        check_whole(self, num_layers=1, width=1, num_heads=1, head_dim=1, **_given(self, "value_dim"))
         check_sources(self, "candidates", "context", needed=("history",))
 
     def spans(self, batch: Any) -> SpanCosts:
@@ -178,11 +179,10 @@ class TransformerCost(SampleCost):
 
     def __post_init__(self) -> None:
         optional = _given(self, "head_dim", "num_kv_heads", "feed_forward")
-        check_sizes(self, "num_layers", "width", "num_heads", *optional)
+        check_whole(self, num_layers=1, width=1, num_heads=1, vocabulary=0, **optional)
         if self.head_dim is None and self.width % self.num_heads:
             raise ValueError(f"width {self.width} is no multiple of num_heads {self.num_heads}; give head_dim")
         check_sources(self, "context", needed=("tokens",))
-        check_sizes(self, "vocabulary", least=0)
 
     def __call__(self, batch: Any) -> NDArray[np.float64]:
         """(n,) FLOPs of each sample in all layers."""
@@ -259,7 +259,7 @@ class SemanticIdCost(SampleCost):
     backward: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self, "levels", "codebook")
+        check_whole(self, levels=1, codebook=1)
         check_sources(self, "targets", "context", needed=("items",))
         self._layers()
 
@@ -290,5 +290,5 @@ def num_fields(paths: str | Sequence[str]) -> int:
     return 1 if isinstance(paths, str) else len(paths)
 
 
-def _given(options: object, *names: str) -> list[str]:
-    return [name for name in names if getattr(options, name) is not None]
+def _given(options: object, *names: str) -> dict[str, int]:
+    return {name: 1 for name in names if getattr(options, name) is not None}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import ZERO, kernel
 from evenkeel.partitioning.slices import Slice
-from trainer_client.balancing.batches.flat import Leaf
+from trainer_client.balancing.batches.kinds import Leaf
 
 Ints = NDArray[np.int64]
 WHOLE = 1 << 62  # bytes: no piece is cut
@@ -142,21 +142,11 @@ def describe_samples(
     *,
     most: int,
 ) -> tuple[Copies, Job]:
-    """Gathers samples of several batches, one after the other.
+    """Gathers (m,) samples of several batches, one after the other, in pieces of at most `most` bytes.
 
-    Args:
-        samples: (m,) samples to copy, batch after batch, each an index into its batch.
-        begin: (batches + 1,) where each batch begins in `samples`.
-        lengths: (n, num_jagged) lengths of all samples of all batches.
-        first: (batches + 1,) where each batch begins in `lengths`.
-        fields: The fields.
-        source: (batches, F) address of each field's first row in each batch.
-        target: (F,) address where each field goes.
-        totals: (num_jagged,) values of each column in the chosen samples.
-        most: Bytes above which a piece is cut.
-
-    Raises:
-        ValueError: If there are more values than pieces can count.
+    A sample is an index into its batch; batch b has `samples[begin[b] : begin[b + 1]]`, and of all batches' (n,
+    num_jagged) lengths `lengths[first[b] : first[b + 1]]`. (batches, F) `source` and (F,) `target` are addresses of the
+    fields' first rows, (num_jagged,) `totals` the values of the chosen samples.
     """
     chosen = samples + np.repeat(first[:-1], np.diff(begin))
     units = np.append(totals, chosen.size)
@@ -297,12 +287,7 @@ class Amounts(NamedTuple):
 
 
 def measure(piece: Slice, lengths: Ints, fields: FieldTable, world_size: int, most: int) -> Amounts:
-    """The sizes of all buffers, of a rank whose own samples have (n, num_jagged) `lengths`.
-
-    Raises:
-        ValueError: If the slice's samples that stay are not those that it announces as the rank's own, an amount is
-            negative, or there are more values than pieces can count.
-    """
+    """The sizes of all buffers, of a rank whose own samples have (n, num_jagged) `lengths`; refuses wrong slices."""
     amounts = Amounts(*_measure(
         piece.destinations, int(piece.rank), world_size, piece.sources, piece.source_counts, piece.source_totals,
         lengths, fields.column, fields.unit_bytes, most,

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.batches.kinds import Leaf
 from trainer_client.balancing.redistribution.copies import (
     WHOLE,
     Copies,
@@ -100,14 +101,9 @@ def piece_bytes(device: torch.device) -> int:
 
 
 def copy(copies: Copies, job: Job, on_device: torch.Tensor | None, stream: int = 0, *, beside: bool = False) -> None:
-    """Copies on a stream of the current device, or on the host.
+    """Copies on a stream of the current device, which has `copies.words` aligned to 16 bytes, or on the host.
 
-    Args:
-        copies: What to copy.
-        job: The job.
-        on_device: `copies.words` on the device, aligned to 16 bytes; None: on the host.
-        stream: The stream's handle.
-        beside: Leave half of the device to kernels that are launched later, as those of a collective.
+    `beside` leaves half of the device to kernels that are launched later, as those of a collective.
     """
     if on_device is None:
         _copy_on_host(
@@ -118,14 +114,43 @@ def copy(copies: Copies, job: Job, on_device: torch.Tensor | None, stream: int =
         _copy_on_device(copies, job, on_device.data_ptr(), stream, beside)
 
 
-def copy_described(copies: Copies, job: Job, device: torch.device) -> None:
-    """The same on the current stream of a device; the host does not wait for it."""
+class Samples(NamedTuple):
+    """Some samples of a batch, by its contiguous tensors, with its lengths on the host."""
+
+    tensors: Sequence[torch.Tensor]
+    lengths: Ints  # (n, num_jagged)
+    totals: Ints  # (num_jagged,) values of each column in the tensors
+    chosen: Ints  # (m,)
+
+
+def gather(leaves: tuple[Leaf, ...], batches: Sequence[Samples], totals: Ints) -> list[torch.Tensor]:
+    """New tensors with the chosen samples of batches of one device, batch after batch, which have `totals` values.
+
+    On a device the current stream copies, and the host does not wait.
+    """
+    count, device = sum(one.chosen.size for one in batches), batches[0].tensors[0].device
+    rows = [leaf.rows * count if leaf.rows else int(totals[list(leaf.columns)].sum()) for leaf in leaves]
+    like = zip(batches[0].tensors, rows, leaves, strict=True)
+    tensors = [tensor.new_empty((number, *leaf.shape)) for tensor, number, leaf in like]
+    fields = FieldTable.of(leaves)
+    copies, job = describe_samples(
+        np.concatenate([one.chosen for one in batches]).astype(np.int64),
+        np.cumsum([0, *(one.chosen.size for one in batches)]),
+        np.concatenate([one.lengths for one in batches]),
+        np.cumsum([0, *(len(one.lengths) for one in batches)]),
+        fields,
+        np.stack([fields.addresses(one.tensors, one.totals) for one in batches]),
+        fields.addresses(tensors, totals),
+        totals,
+        most=piece_bytes(device),
+    )
     if device.type != "cuda":
         copy(copies, job, None)
-        return
+        return tensors
     with torch.cuda.device(device):
         on_device = torch.from_numpy(copies.words).pin_memory().to(device, non_blocking=True)
         copy(copies, job, on_device, torch.cuda.current_stream(device).cuda_stream)
+    return tensors
 
 
 def warm_up(device: torch.device | str | None = None) -> None:
@@ -161,42 +186,24 @@ def load_on_host() -> None:
     described = describe_samples(
         nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, nothing, most=WHOLE
     )
-    copy_described(*described, torch.device("cpu"))
+    copy(*described, None)
 
 
 def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> FlatBatch:
-    """The chosen samples of several batches, batch after batch.
+    """The chosen samples, ascending, of several batches of one schema and device, with lengths on the host.
 
-    Args:
-        batches: Batches of one schema, on one device, with the lengths on the host.
-        chosen: For each batch the samples wanted, as indices in ascending order.
-
-    Returns:
-        The batch; one that is wanted whole and alone is returned as it is.
+    A batch that is wanted whole and alone is returned as it is.
     """
     whole = [i for i, samples in enumerate(chosen) if samples.size]
     if len(whole) == 1 and chosen[whole[0]].size == batches[whole[0]].num_samples:
         return batches[whole[0]]
-    template = batches[0]
-    device = next((batch.device for batch in batches if batch.device is not None), torch.device("cpu"))
-    if template.structure.on_host:
+    structure = batches[0].structure
+    if structure.on_host:
+        device = next((batch.device for batch in batches if batch.device is not None), torch.device("cpu"))
         batches = [batch.to(device) for batch in batches]
-    fields = FieldTable.of(template.structure.leaves)
     lengths = np.concatenate([batch.lengths[samples] for batch, samples in zip(batches, chosen, strict=True)])
     totals = lengths.sum(axis=0)
-    tensors = template.make_room(len(lengths), totals, device)
-    # alive until the copies are queued: kernels read them by address
-    sources = [batch.plain() for batch in batches]
-    copies, job = describe_samples(
-        np.concatenate(chosen).astype(np.int64),
-        np.cumsum([0, *(samples.size for samples in chosen)]),
-        np.concatenate([batch.lengths for batch in batches]),
-        np.cumsum([0, *(batch.num_samples for batch in batches)]),
-        fields,
-        np.stack([fields.addresses(own.tensors, batch.totals) for own, batch in zip(sources, batches, strict=True)]),
-        fields.addresses(tensors, totals),
-        totals,
-        most=piece_bytes(device),
-    )
-    copy_described(copies, job, device)
-    return template.rebuild(tensors, num_samples=len(lengths), totals=totals, lengths=lengths)
+    pairs = zip(batches, chosen, strict=True)
+    sources = [Samples(batch.plain().tensors, batch.lengths, batch.totals, samples) for batch, samples in pairs]
+    tensors = gather(structure.leaves, sources, totals) if structure.leaves else []
+    return batches[0].rebuild(tensors, num_samples=len(lengths), totals=totals, lengths=lengths)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import ALL, Cuts, part_lengths
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.redistribution.copies import FieldTable, describe_samples
-from trainer_client.balancing.redistribution.copying import copy_described, piece_bytes
-
-Ints = NDArray[np.int64]
+from trainer_client.balancing.redistribution.copies import Ints
+from trainer_client.balancing.redistribution.copying import Samples, gather
 
 
 def cut(flat: FlatBatch, cuts: Cuts) -> FlatBatch:
@@ -19,14 +16,7 @@ def cut(flat: FlatBatch, cuts: Cuts) -> FlatBatch:
 
     A part has a span of the sequence; other jagged fields go with the parts that are declared, fields with as many rows
     for each sample with all. Parts of a sample follow each other, so what goes with one part each, or is cut, stays
-    where it is in memory: only the rest is copied, on a device without waiting for it.
-
-    Args:
-        flat: With the lengths on the host, of a structure with `roles`.
-        cuts: Of all its samples.
-
-    Returns:
-        The batch of the parts.
+    where it is in memory: only the rest is copied, on a device without waiting for it. The lengths are on the host.
     """
     leaves, roles = flat.structure.leaves, flat.roles
     assert roles is not None, "no sequence is declared"
@@ -41,40 +31,18 @@ def cut(flat: FlatBatch, cuts: Cuts) -> FlatBatch:
     jagged = [i for i, leaf in enumerate(leaves) if goes_with_all[list(leaf.columns)].any()]
     tensors = list(flat.tensors)
     for device in {tensor.device for tensor in tensors}:
-        for chosen, samples, rows in (
+        for wanted, samples, rows in (
             (dense, cuts.samples, flat.lengths),
             (jagged, np.append(cuts.samples, flat.num_samples), table),
         ):
-            here = [index for index in chosen if tensors[index].device == device]
+            here = [index for index in wanted if tensors[index].device == device]
+            sources = [tensors[index].resolve_conj().resolve_neg().contiguous() for index in here]
             if here:
-                _copy_parts(flat, tensors, here, samples, rows, totals)
+                chosen = Samples(sources, rows, flat.totals, samples)
+                for index, tensor in zip(here, gather(tuple(leaves[i] for i in here), [chosen], totals), strict=True):
+                    tensors[index] = tensor
         _write_counts(tensors, {i: column for i, column in counts.items() if tensors[i].device == device}, lengths)
     return flat.rebuild(tensors, num_samples=len(cuts), totals=totals, lengths=lengths)
-
-
-def _copy_parts(
-    flat: FlatBatch, tensors: list[torch.Tensor], chosen: list[int], samples: Ints, lengths: Ints, totals: Ints
-) -> None:
-    """Puts tensors on one device in place of some leaves, with the samples of the parts one after the other."""
-    leaves = tuple(flat.structure.leaves[index] for index in chosen)
-    sources = [tensors[index].resolve_conj().resolve_neg().contiguous() for index in chosen]
-    for index, leaf, source in zip(chosen, leaves, sources, strict=True):
-        rows = leaf.rows * len(samples) if leaf.rows else int(totals[list(leaf.columns)].sum())
-        tensors[index] = source.new_empty((rows, *leaf.shape))
-    fields = FieldTable.of(leaves)
-    device = sources[0].device
-    copies, job = describe_samples(
-        samples,
-        np.array([0, len(samples)]),
-        lengths,
-        np.array([0, len(lengths)]),
-        fields,
-        fields.addresses(sources, flat.totals)[None],
-        fields.addresses([tensors[index] for index in chosen], totals),
-        totals,
-        most=piece_bytes(device),
-    )
-    copy_described(copies, job, device)
 
 
 def _write_counts(tensors: list[torch.Tensor], counts: dict[int, int], lengths: Ints) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.trainer_client.balancing.batches.helpers import select, x
 from trainer_client.balancing.batches import BatchError, BatchSpec, flatten
-from trainer_client.balancing.batches.flat import PICKLES
+from trainer_client.balancing.batches.kinds import PICKLES
 
 Pair = namedtuple("Pair", "left right")
 

@@ -141,7 +141,7 @@ def test_terms_agree_with_the_lengths() -> None:
     assert torch.equal(terms[:, 1].long(), batch.sequence_lengths(True))
     assert torch.equal(terms[:, 2].long(), history * (history + 1) // 2 + 2 * (history + 1))
     assert torch.equal(TERMS(flatten(batch, SequenceBatch.spec())), terms), "as a batch of a device arrives"
-    with pytest.raises(BatchError, match="holds no lengths"):
+    with pytest.raises(BatchError, match="name a jagged field"):
         SequenceTerms(history="context")(batch)
 
 

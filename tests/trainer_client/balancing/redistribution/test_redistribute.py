@@ -19,7 +19,6 @@ from tests.trainer_client.balancing.redistribution.pool import (
 from tests.trainer_client.random_batches import Case, assert_same, cases
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.redistribution import redistribute, start
-from trainer_client.balancing.redistribution.exchange import OVERLAP_BYTES
 
 # Ranks that wait for one that raised make shrinking take minutes.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -76,14 +75,6 @@ def test_nothing_is_compiled_after_warm_up(ranks: GlooRanks) -> None:
 def simple_case(destinations: list[int]) -> Case:
     batches = [flatten({"x": torch.arange(4) + 10 * rank}) for rank in range(2)]
     return Case(batches=batches, counts=[4, 4], destinations=np.array(destinations, dtype=np.int32))
-
-
-def test_many_bytes_that_stay_are_copied_beside_the_all_to_all(ranks: GlooRanks) -> None:
-    batches = [flatten({"x": torch.arange(4 * 400_000).view(4, -1) + rank}) for rank in range(2)]
-    assert batches[0].sizes[:3].sum() > OVERLAP_BYTES
-    case = Case(batches=batches, counts=[4, 4], destinations=np.array([0, 1, 0, 0, 1, 1, 0, 1], dtype=np.int32))
-    for found, expected in zip(run(ranks, case), expected_of(case), strict=True):
-        assert_same(found, expected)
 
 
 def test_lengths_that_the_plan_does_not_announce_are_an_error(ranks: GlooRanks) -> None:

@@ -122,18 +122,9 @@ def test_every_row_arrives_at_its_owner_with_scores_state_and_counter(tmp_path: 
         assert sum(map(len, plain)) < len(KEYS) if saved_by == 3 else plain != [sorted(rank) for rank in held]
 
 
-def test_what_cannot_be_loaded_by_owner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in stand_in().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    write_dump(tmp_path, Routing(dist_type="continuous"), 1)
-    with dynamicemb_loads_by_owner(), pytest.raises(CheckpointError, match="table items was dumped under continuous"):
-        load_like_dynamicemb(tmp_path, [0], 1, scores=False)
-    del vars(sys.modules["dynamicemb.key_value_table"])["_iter_batches_from_files"]
-    with pytest.raises(CheckpointError, match=r"has no dynamicemb\.key_value_table\._iter_batches_from_files"):
-        dynamicemb_loads_by_owner().__enter__()
-
-
-def test_without_scores_none_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scores_none_are_given_and_what_cannot_be_loaded_by_owner_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, module in stand_in().items():
         monkeypatch.setitem(sys.modules, name, module)
     write_dump(tmp_path, hash_roundrobin(), 1)
@@ -141,3 +132,9 @@ def test_without_scores_none_are_given(tmp_path: Path, monkeypatch: pytest.Monke
         held = load_like_dynamicemb(tmp_path, [0], 1, scores=False)
     assert len(held) == len(KEYS)
     assert {scores for _, scores, _ in held.values()} == {None}
+    write_dump(tmp_path, Routing(dist_type="continuous"), 1)
+    with dynamicemb_loads_by_owner(), pytest.raises(CheckpointError, match="table items was dumped under continuous"):
+        load_like_dynamicemb(tmp_path, [0], 1, scores=False)
+    del vars(sys.modules["dynamicemb.key_value_table"])["_iter_batches_from_files"]
+    with pytest.raises(CheckpointError, match=r"has no dynamicemb\.key_value_table\._iter_batches_from_files"):
+        dynamicemb_loads_by_owner().__enter__()

@@ -78,29 +78,6 @@ def test_blocks_near_the_largest_keys(world_size: int) -> None:
         assert torch.equal(ours.lengths, torch.bincount(torch.tensor(owners), minlength=world_size))
 
 
-def test_one_giant_row() -> None:
-    keys = torch.arange(300_000)
-    result = block_bucketize(torch.tensor([300_000]), keys, None, 3)
-    assert result.lengths.tolist() == [100_000] * 3
-    assert torch.equal(result.indices, torch.cat([keys[0::3], keys[1::3], keys[2::3]]))
-
-
-@pytest.mark.parametrize("rows", [0, 4])
-def test_batches_without_a_key(rows: int) -> None:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    result = block_bucketize(torch.zeros(rows, dtype=torch.int32), nothing, None, 5, positions=True)
-    assert result.lengths.tolist() == [0] * (5 * rows)
-    assert result.indices.numel() == 0
-    assert result.permutation is not None
-    assert result.permutation.numel() == 0
-
-
-def test_no_features() -> None:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    result = block_bucketize(nothing, nothing, [], 4, [])
-    assert [t.numel() for t in result if t is not None] == [0, 0, 0]
-
-
 def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
     batch = make_batch(3, num_features=2, max_rows=9, max_length=9, world_size=5, routings=list(MODES[1:3]))
     arguments = (batch.lengths, batch.indices, torch.tensor([10, 20]), 5, [0, 2], [0, 99])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.embedding.tables.whole import train_beside_whole
-from trainer_client.embedding.tables import KeyBatch, KeyTable, RoutedEmbeddingCollection, RoutedTable
+from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
 from trainer_client.embedding.tables.tables import initial_rows
 
 
@@ -36,19 +36,6 @@ def test_reads_a_keyed_jagged_tensor() -> None:
     results = RoutedEmbeddingCollection([table])(jagged)
     rows = initial_rows(torch.tensor([5, -6]), table)
     torch.testing.assert_close(results["item"], torch.stack([rows[0], torch.zeros(3), rows.sum(0)]))
-
-
-def test_evaluation_inserts_nothing() -> None:
-    table = RoutedTable(name="items", embedding_dim=3, features=("item",), num_embeddings=10)
-    owned = KeyTable(table, rank=0, world_size=1, device=torch.device("cpu"))
-    keys = torch.tensor([4, -9, 4], dtype=torch.int32)
-    expected = initial_rows(keys.long(), table)
-    owned.eval()
-    torch.testing.assert_close(owned(keys), expected)
-    assert owned.held_keys().numel() == 0
-    owned.train()
-    torch.testing.assert_close(owned(keys), expected)
-    assert owned.held_keys().tolist() == [4, -9]
 
 
 def test_initial_values_are_spread_and_depend_on_seed_and_key() -> None:
@@ -168,14 +155,18 @@ def test_empty_batches_and_tables_without_rows_on_a_rank() -> None:
 def test_rows_are_taken_only_where_they_are_trained() -> None:
     table = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=8)
     collection = RoutedEmbeddingCollection([table])
-    keys, lengths = torch.arange(5), torch.tensor([5])
+    keys, lengths = torch.tensor([4, -9, 4]), torch.tensor([3])
+    expected = initial_rows(keys, table)
     with torch.no_grad():
-        before = look_up_one(collection, keys, lengths)
+        assert torch.equal(look_up_one(collection, keys, lengths), expected)
     with torch.inference_mode():
-        assert torch.equal(look_up_one(collection, keys, lengths), before)
+        assert torch.equal(look_up_one(collection, keys, lengths), expected)
+    collection.eval()
+    assert torch.equal(look_up_one(collection, keys, lengths), expected)
     assert collection.tables["t"].held_keys().numel() == 0
-    assert torch.equal(look_up_one(collection, keys, lengths), before)
-    assert collection.tables["t"].held_keys().numel() == 5
+    collection.train()
+    assert torch.equal(look_up_one(collection, keys, lengths), expected)
+    assert collection.tables["t"].held_keys().tolist() == [4, -9]
 
 
 def test_accumulated_and_repeated_passes_add_up() -> None:
