@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import BatchError
-from trainer_client.balancing.batches.containers import is_torchrec
+from trainer_client.balancing.batches.containers import is_keyed
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
@@ -176,7 +176,7 @@ def take_apart(batch: Any) -> dict[str, Any]:
 
 
 def _rows(value: Any) -> int:
-    if is_torchrec(type(value), "KeyedJaggedTensor"):
+    if is_keyed(value):
         return int(value.lengths().numel() // len(value.keys()))
     return len(value) if isinstance(value, torch.Tensor) else int(value.lengths().numel())
 

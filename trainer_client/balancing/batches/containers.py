@@ -13,7 +13,7 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -102,9 +102,13 @@ _SEQUENCE = Container(
 
 
 def _flatten_object(value: Any) -> tuple[list[Any], Sequence[Any], tuple[tuple[Any, ...], tuple[str, ...]]]:
-    attributes = _attributes_of(value)
-    items = value if isinstance(value, dict) else attributes.pop("data") if isinstance(value, UserDict) else {}
-    return [*items.values(), *attributes.values()], [*items, *attributes], (tuple(items), tuple(attributes))
+    attributes, items = _attributes_of(value), value if isinstance(value, dict) else {}
+    if isinstance(value, UserDict):
+        items, attributes = value.data, {name: item for name, item in attributes.items() if name != "data"}
+    if items:
+        return [*items.values(), *attributes.values()], [*items, *attributes], (tuple(items), tuple(attributes))
+    names = tuple(attributes)
+    return list(attributes.values()), names, ((), names)
 
 
 def _unflatten_object(kind: Any, context: tuple[Any, Any], values: Sequence[Any], *_: Any) -> Any:
@@ -163,20 +167,19 @@ def _blank(kind: type) -> Any:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Everything in `__dict__` and slots, but for what Python and cached properties keep there."""
-    kind: Any = type(value)
-    state: Any = object.__getstate__(value)
-    attributes, slots = state if isinstance(state, tuple) else (state, None)
-    found = {**(attributes or {}), **(slots or {})}
-    for name in _computed(kind, tuple(found)):
-        del found[name]
-    return found
+    """Everything in `__dict__` and slots but what Python and cached properties keep there; not to be written to."""
+    kind, state = cast(Any, type(value)), cast(Any, object.__getstate__(value))
+    if type(state) is tuple:
+        state = {**(state[0] or {}), **state[1]}
+    if state and (computed := _computed(kind, tuple(state))):
+        return {name: item for name, item in state.items() if name not in computed}
+    return state or {}
 
 
 @lru_cache(maxsize=1024)
-def _computed(kind: Any, names: tuple[str, ...]) -> list[str]:
+def _computed(kind: Any, names: tuple[str, ...]) -> set[str]:
     computed = {name for name in names if isinstance(getattr(kind, name, None), property | cached_property)}
-    return [name for name in names if name in computed or (name.startswith("__") and name.endswith("__"))]
+    return computed | {name for name in names if name.startswith("__") and name.endswith("__")}
 
 
 # ------------------------------------------------------------------------- torchrec and tensordict
@@ -185,6 +188,12 @@ def _computed(kind: Any, names: tuple[str, ...]) -> list[str]:
 def is_torchrec(kind: Any, *names: str) -> bool:
     """Whether a type is one of TorchRec's classes, which can be only if something has imported TorchRec."""
     return _is_torchrec(kind, names)
+
+
+def is_keyed(value: Any) -> bool:
+    """Whether a value is TorchRec's `KeyedJaggedTensor`."""
+    kind: Any = type(value)
+    return _is_torchrec(kind, ("KeyedJaggedTensor",))
 
 
 @lru_cache(maxsize=1024)
@@ -246,9 +255,11 @@ def is_list_of_objects(values: Sequence[Any]) -> bool | None:
     A list that holds tensors, however deep, is a container; one that holds lists may be either.
     """
     kinds = set(map(type, values))
+    if torch.Tensor in kinds:
+        return False
     if all(map(_is_plain, kinds)):
         return True
-    if hasattr(values, "_fields") or torch.Tensor in kinds:
+    if hasattr(values, "_fields"):
         return False
     may_be_lists = False
     for value in values:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.containers import container_of, is_torchrec
+from trainer_client.balancing.batches.containers import container_of, is_keyed, is_torchrec
 from trainer_client.balancing.batches.flat import FlatBatch
 from trainer_client.balancing.batches.kinds import Contents, jagged_lengths
 from trainer_client.balancing.batches.padding import without_padding
@@ -192,14 +192,14 @@ def find_lengths(batch: Any, path: str) -> torch.Tensor:
 
 def _step(value: Any, path: str) -> tuple[Any, str] | None:
     """One part of the path further; keys may hold dots themselves."""
-    is_keyed = is_torchrec(type(value), "KeyedJaggedTensor")
-    container = None if is_keyed else container_of(value)
+    keyed = is_keyed(value)
+    container = None if keyed else container_of(value)
     values, names, _ = container.flatten(value) if container is not None else ((), (), None)
     named = dict(zip(map(str, names), values, strict=True))
     parts = path.split(".")
     for count in range(1, len(parts) + 1):
         name, rest = ".".join(parts[:count]), ".".join(parts[count:])
-        if is_keyed:
+        if keyed:
             if name in value.keys():  # noqa: SIM118 - not a dict
                 stride, index = value.stride(), list(value.keys()).index(name)
                 return jagged_lengths(value)[index * stride : (index + 1) * stride], rest
@@ -211,7 +211,7 @@ def _step(value: Any, path: str) -> tuple[Any, str] | None:
 
 
 def _describe(value: Any) -> str:
-    if is_torchrec(type(value), "KeyedJaggedTensor"):
+    if is_keyed(value):
         return f"a KeyedJaggedTensor of {', '.join(value.keys())}"
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(str, value.keys()))}"

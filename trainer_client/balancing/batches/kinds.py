@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.containers import is_torchrec
+from trainer_client.balancing.batches.containers import is_keyed, is_torchrec
 from trainer_client.balancing.batches.padding import with_padding
 from trainer_client.balancing.batches.refusals import jagged_refusal, name_of, tensor_refusal, type_name
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Declarations, MaxLength, Padded
@@ -259,7 +259,7 @@ class Jagged(NamedTuple):
 def _read_jagged(contents: Contents, value: Any, path: str, _declared: Declared) -> Jagged:
     if reason := jagged_refusal(value, path):
         raise BatchError(reason)
-    keys = tuple(value.keys()) if is_torchrec(type(value), "KeyedJaggedTensor") else None
+    keys = tuple(value.keys()) if is_keyed(value) else None
     columns, weight_paths = _jagged_paths(path, keys)
     lengths, weights = jagged_lengths(value), value.weights_or_none()
     leaf = len(contents.leaves)

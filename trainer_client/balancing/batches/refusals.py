@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_client.balancing.batches.containers import is_lazy_stack, is_torchrec
+from trainer_client.balancing.batches.containers import is_keyed, is_lazy_stack, is_torchrec
 
 DERIVED = "in derived, with the function that gives it, if it follows from the samples"
 
@@ -59,7 +59,7 @@ def jagged_refusal(value: Any, path: str) -> str:
             f"{name_of(path)} is a nested tensor of layout {value.layout}, with holes or another ragged dimension than "
             "1; use layout=torch.jagged, ragged right after the batch, and .contiguous()"
         )
-    if not is_torchrec(type(value), "KeyedJaggedTensor"):
+    if not is_keyed(value):
         return ""
     if not value.variable_stride_per_key() and value.inverse_indices_or_none() is None:
         return ""

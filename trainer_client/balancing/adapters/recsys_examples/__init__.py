@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec
-from trainer_client.balancing.batches.containers import is_torchrec
+from trainer_client.balancing.batches.containers import is_keyed
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.rounds import Ticket
@@ -121,11 +121,7 @@ class EvenkeelShuffling:
             parts[INDICES] = torch.arange(first, first + size, device=workloads.device)
         rows = {name: _rows(name, value, size) for name, value in parts.items() if torch.is_tensor(value)}
         cut = {name: parts[name][: real * each] for name, each in rows.items()}
-        cut |= {
-            name: _resized(value, real)
-            for name, value in parts.items()
-            if is_torchrec(type(value), "KeyedJaggedTensor")
-        }
+        cut |= {name: _resized(value, real) for name, value in parts.items() if is_keyed(value)}
         several = tuple((name, each) for name, each in rows.items() if each > 1)
         # one object for batches of a kind, which are recognised by it
         spec = self._specs.setdefault(several, BatchSpec(rows_per_sample=dict(several)))
@@ -140,7 +136,7 @@ class EvenkeelShuffling:
             raise RuntimeError(f"the loops of all ranks over {handle.stream!r} have ended, as a rank has left its own")
         self.report = handle.ticket.report
         indices = moved.pop(INDICES, None)
-        jagged = next(value for value in moved.values() if is_torchrec(type(value), "KeyedJaggedTensor"))
+        jagged = next(value for value in moved.values() if is_keyed(value))
         real = jagged.lengths().numel() // len(jagged.keys())
         size = max(int(batch.batch_size), real)
         for name, value in moved.items():
