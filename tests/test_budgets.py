@@ -15,9 +15,9 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (13295, 9500),
     "services": (4567, 4500),
     "services/balancer": (1750, 2000),
-    "trainer_client": (21121, 15000),
-    "trainer_client/balancing": (11116, 8000),
-    "tests": (29391, 20000),
+    "trainer_client": (21031, 15000),
+    "trainer_client/balancing": (11032, 8000),
+    "tests": (29347, 20000),
     "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
