@@ -24,7 +24,7 @@ from services.operations.http import Request, Response
 from services.security.addresses import network_of
 from services.security.rates import Buckets
 from services.security.tokens import AuthenticationError, Identity, TokenStore
-from services.security.transport import Renewals, Transport
+from services.security.transport import Transport
 
 _FOLDER = Path(__file__).parent / "page"
 _MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -74,15 +74,15 @@ class BalancerSite:
         self._refused = refused
         self._lock = threading.Lock()
         self._rates = Buckets(rate=_REQUESTS_PER_SECOND, burst=_BURST)
+        self._followed = transport.follow()
         self._context = transport.context() if transport.secure else None
-        self._renewals = Renewals(transport)
         self._files = {file.name: file.read_bytes() for file in _FOLDER.iterdir() if file.suffix in _MEDIA_TYPES}
 
     def tls(self) -> ssl.SSLContext | None:
         """With what connections are encrypted; a renewed certificate holds from the next one on."""
         if self._context is not None:
             with self._lock:
-                self._context = self._renewals.load(self._transport.context) or self._context
+                self._context = self._followed.load(self._transport.context) or self._context
         return self._context
 
     def answer(self, request: Request) -> Response | None:

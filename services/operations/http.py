@@ -181,44 +181,35 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "evenkeel", ""
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, kind, encode(self.metrics))
-        elif path == "/healthz":
-            self._answer(200, "text/plain; charset=utf-8", b"ok\n")
-        elif path == "/readyz":
-            ready = type(self).is_ready()
-            self._answer(200 if ready else 503, "text/plain; charset=utf-8", b"ready\n" if ready else b"not ready\n")
-        elif not self._answer_of_site():
-            self._answer(404, "text/plain; charset=utf-8", b"there are /metrics, /healthz and /readyz\n")
+        response = self._response()
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.kind)
+        for name, value in response.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(response.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(response.body)
 
     do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *_: object) -> None:
         """Scrapes are not worth a line."""
 
-    def _answer_of_site(self) -> bool:
-        if self.site is None:
-            return False
+    def _response(self) -> Response:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            return Response(kind=kind, body=encode(self.metrics))
+        if path == "/healthz":
+            return Response(body=b"ok\n")
+        if path == "/readyz":
+            return Response(body=b"ready\n") if type(self).is_ready() else Response(status=503, body=b"not ready\n")
         request = Request(
             target=self.path,
             headers={name.lower(): value for name, value in self.headers.items()},
             peer=str(self.client_address[0]),
             is_secure=isinstance(self.connection, ssl.SSLSocket),
         )
-        response = self.site.answer(request)
-        if response is None:
-            return False
-        self._answer(response.status, response.kind, response.body, response.headers)
-        return True
-
-    def _answer(self, status: int, kind: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        found = None if self.site is None else self.site.answer(request)
+        return found or Response(status=404, body=b"there are /metrics, /healthz and /readyz\n")

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import grpc
 
-from services.security.transport import Renewals, Transport
+from services.security.transport import Transport
+
+_CHECK_SECONDS = 1.0
 
 
-def server_credentials(
-    transport: Transport, *, check_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic
-) -> grpc.ServerCredentials:
+def server_credentials(transport: Transport) -> grpc.ServerCredentials:
     """Credentials that follow the files: a renewed certificate holds for the connections from then on.
-
-    Files that have become unusable are reported, and what was read before stays in force.
 
     Raises:
         ValueError: If a file cannot be used; the message names it.
     """
-    required = transport.client_ca is not None
-    checked_at, renewals = clock(), Renewals(transport)
-    initial = _configuration(transport)
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal checked_at
-        if clock() - checked_at < check_seconds:
-            return None  # as before
-        checked_at = clock()
-        return renewals.load(lambda: _configuration(transport))
-
-    return grpc.dynamic_ssl_server_credentials(initial, fetch, require_client_authentication=required)
+    followed = transport.follow(check_seconds=_CHECK_SECONDS)
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(transport),
+        lambda: followed.load(lambda: _configuration(transport)),
+        require_client_authentication=transport.client_ca is not None,
+    )
 
 
 def _configuration(transport: Transport) -> grpc.ServerCertificateConfiguration:

@@ -8,7 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from services.security.transport import Renewals, Transport
+from services.security.transport import Transport
 
 
 def impatient_protocol(
@@ -53,10 +53,9 @@ def impatient_protocol(
 async def follow_certificates(transport: Transport, context: ssl.SSLContext, *, check_seconds: float = 1.0) -> None:
     """Loads changed files into the context, for the connections from then on; until cancelled.
 
-    Files that have become unusable are reported, and what was read before stays in force. Authorities of clients are
-    only ever added: to take one away, restart.
+    Authorities of clients are only ever added: to take one away, restart.
     """
-    renewals = Renewals(transport)
+    followed = transport.follow()
 
     def load() -> None:
         transport.read()  # tried on another context first: a half-loaded one would refuse everybody
@@ -64,4 +63,4 @@ async def follow_certificates(transport: Transport, context: ssl.SSLContext, *, 
 
     while True:
         await asyncio.sleep(check_seconds)
-        renewals.load(load)
+        followed.load(load)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +12,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import structlog
 import yaml
 
-from services.security.transport import stamp_of
-
-log = structlog.get_logger(__name__)
+from services.security.transport import Followed
 
 SERVICES = ("balancer", "planner")
 MAX_TOKEN_LENGTH = 512
@@ -80,12 +76,8 @@ class TokenStore:
             ValueError: If the file cannot be read or an entry is wrong; the message names the entry.
         """
         self._path = path
-        self._check_seconds = check_seconds
         self._now = now
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._checked_at = clock()
-        self._stamp = stamp_of(self._path)
+        self._followed = Followed("token file", path, check_seconds=check_seconds, clock=clock)
         self._holders = dict(read_tokens(path))
 
     def authenticate(self, authorization: str | None, service: str) -> Identity:
@@ -98,7 +90,9 @@ class TokenStore:
         Raises:
             AuthenticationError: If there is no token, or not one that holds here and now.
         """
-        self._refresh()
+        fresh = self._followed.load(lambda: dict(read_tokens(self._path)))
+        if fresh is not None:
+            self._holders = fresh
         if not authorization:
             raise AuthenticationError("no token: send 'authorization: Bearer TOKEN'")
         scheme, _, token = authorization.partition(" ")
@@ -114,23 +108,6 @@ class TokenStore:
         if service not in found.services:
             raise AuthenticationError(f"token {found.name!r} is for {', '.join(found.services)}, not for the {service}")
         return found
-
-    def _refresh(self) -> None:
-        at = self._clock()
-        with self._lock:
-            if at - self._checked_at < self._check_seconds:
-                return
-            self._checked_at = at
-            stamp = stamp_of(self._path)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            try:
-                self._holders = dict(read_tokens(self._path))
-            except ValueError as error:
-                log.error("token file cannot be used; the tokens read before stay in force", error=str(error))
-                return
-        log.info("tokens read again", tokens=len(self._holders))
 
 
 def hash_token(token: str) -> str:

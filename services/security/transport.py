@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,30 +142,53 @@ class Transport:
                 raise ValueError(f"tls_client_ca {self.client_ca} cannot be used: {error}") from None
             context.verify_mode = ssl.CERT_REQUIRED
 
-    def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Changes when a file does."""
-        return tuple(stamp_of(path) for path in (self.certificate, self.key, self.client_ca))
+    def follow(self, *, check_seconds: float = 0.0) -> Followed:
+        """Its files, as they are now."""
+        return Followed("TLS files", self.certificate, self.key, self.client_ca, check_seconds=check_seconds)
 
 
-class Renewals:
-    """Notices when files of a transport change, and says what comes of them."""
+class Followed:
+    """Files that may be replaced while a service runs, and are read again then.
 
-    def __init__(self, transport: Transport) -> None:
-        """Takes them as they are now."""
-        self._transport = transport
-        self._stamp = transport.stamp()
+    What cannot be used is reported, and what was read before stays in force.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *paths: Path | None,
+        check_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes them as they are now; what is read for the first time is read after this.
+
+        Args:
+            what: They are, for the log.
+            paths: The files; None: none.
+            check_seconds: How often to look whether they have changed, at most.
+            clock: Seconds, for that.
+        """
+        self._what, self._paths = what, paths
+        self._check_seconds, self._clock, self._checked_at = check_seconds, clock, clock()
+        self._lock = threading.Lock()
+        self._stamps = [_stamp_of(path) for path in paths]
 
     def load(self, read: Callable[[], T]) -> T | None:
         """What `read` makes of files that have changed; None where none has, or they cannot be used."""
-        before, self._stamp = self._stamp, self._transport.stamp()
-        if self._stamp == before:
-            return None
-        try:
-            fresh = read()
-        except ValueError as error:
-            log.error("TLS files cannot be used; those read before stay in force", error=str(error))
-            return None
-        log.info("TLS files read again")
+        with self._lock:
+            now = self._clock()
+            if now - self._checked_at < self._check_seconds:
+                return None
+            self._checked_at = now
+            before, self._stamps = self._stamps, [_stamp_of(path) for path in self._paths]
+            if self._stamps == before:
+                return None
+            try:
+                fresh = read()
+            except ValueError as error:
+                log.error(f"{self._what} cannot be used; what was read before stays in force", error=str(error))
+                return None
+        log.info(f"{self._what} read again")
         return fresh
 
 
@@ -186,7 +211,7 @@ def _read(path: Path, field: str) -> bytes:
         raise ValueError(f"{field} {path} cannot be read: {error.strerror}") from None
 
 
-def stamp_of(path: Path | None) -> tuple[int, int, int] | None:
+def _stamp_of(path: Path | None) -> tuple[int, int, int] | None:
     """Changes when a file does, also by a link that is swapped, as Kubernetes does with secrets."""
     try:
         found = None if path is None else path.stat()
