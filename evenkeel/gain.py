@@ -38,12 +38,6 @@ class Gain:
     loads: NDArray[np.float64]
 
 
-def costs_of(lengths: NDArray[np.int64], linear: float, pairs: float) -> NDArray[np.float64]:
-    """(n,) cost of samples of so many positions: `linear` for each, `pairs` for each that one sees, or itself."""
-    sizes = lengths.astype(np.float64)
-    return linear * sizes + pairs * sizes * (sizes + 1) / 2
-
-
 def estimate_gain(
     lengths: NDArray[np.int64],
     *,
@@ -73,27 +67,26 @@ def estimate_gain(
         raise ValueError(f"a length is {lengths.min()}; give lengths of 0 or more")
     windows = list(_windows(lengths, size))
     plans: dict[str, list[RoundPlan]] = {way: [] for way in _WAYS}
+    balanced, in_windows, split = plans.values()
     for number, window in enumerate(windows):
-        whole = RoundOptions()
-        for some in np.split(window, len(window) // size):
-            plans[_WAYS[0]].append(plan_round(_samples(some, ranks, 1, linear, pairs, split=False), whole))
-            samples = _samples(some, ranks, 1, linear, pairs, split=True)
-            plans[_WAYS[2]].append(plan_round(samples, RoundOptions(split=SplitOptions())))
-        steps = len(window) // size
-        plans[_WAYS[1]].append(plan_round(_samples(window, ranks, steps, linear, pairs, split=False), whole))
+        samples = _samples(window.reshape(-1, ranks, batch), linear, pairs)
+        in_windows.append(plan_round(samples, RoundOptions()))
+        for some in window.reshape(-1, 1, ranks, batch):
+            samples = _samples(some, linear, pairs)
+            balanced.append(plan_round(samples, RoundOptions()))
+            split.append(plan_round(samples, RoundOptions(split=SplitOptions())))
         progress((number + 1) / len(windows))
-    loaded = np.concatenate([plan.loads_before for plan in plans[_WAYS[0]]])
+    loaded = np.concatenate([plan.loads_before for plan in balanced])
     slowest = loaded.max(axis=1).sum()
     gains = [Gain(way="as loaded", speed_up=1.0, imbalance=_imbalance(loaded), moved_share=0.0, loads=_ordered(loaded))]
     for way, made in plans.items():
         loads = np.concatenate([plan.loads_after for plan in made])
-        sizes = sum(plan.figures.size for plan in made)
         gains.append(
             Gain(
                 way=way,
                 speed_up=float(slowest / most) if (most := loads.max(axis=1).sum()) > 0 else 1.0,
                 imbalance=_imbalance(loads),
-                moved_share=sum(plan.figures.moved_size for plan in made) / max(sizes, 1),
+                moved_share=sum(plan.figures.moved_size for plan in made) / max(sum(p.figures.size for p in made), 1),
                 loads=_ordered(loads),
             )
         )
@@ -109,31 +102,22 @@ def _windows(lengths: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64
         yield lengths[first * size : (first + steps) * size]
 
 
-def _samples(
-    lengths: NDArray[np.int64], ranks: int, batches: int, linear: float, pairs: float, *, split: bool
-) -> RoundSamples:
-    """A round of the lengths: batch by batch as they were loaded, ordered by rank, then by batch."""
-    own = lengths.reshape(batches, ranks, -1).swapaxes(0, 1).ravel()
-    costs = costs_of(own, linear, pairs)
-    return RoundSamples(
-        batch_sizes=np.full((ranks, batches), own.size // (ranks * batches), np.int64),
-        costs=costs,
-        lengths=own.reshape(-1, 1),
-        divisible=_divisible(own, costs.reshape(ranks, -1), linear, pairs) if split else None,
-    )
-
-
-def _divisible(
-    lengths: NDArray[np.int64], costs: NDArray[np.float64], linear: float, pairs: float
-) -> NDArray[np.float64] | None:
-    """The samples that a rank would offer to split: its heaviest, if they are a good part of its batch."""
-    heavy = (costs >= SHARE * costs.sum(axis=1, keepdims=True)) & (lengths.reshape(costs.shape) > 1)
+def _samples(lengths: NDArray[np.int64], linear: float, pairs: float) -> RoundSamples:
+    """A round of (batches, ranks, samples) lengths; a rank offers to split its heaviest, a good part of its batch."""
+    batches, ranks, each = lengths.shape
+    own = lengths.swapaxes(0, 1).reshape(ranks * batches, each)
+    spans = SpanCosts.of(own.ravel(), per_position=linear, per_pair=pairs)
+    costs = spans.whole.reshape(own.shape)
     order = np.argsort(np.argsort(-costs, axis=1, kind="stable"), axis=1)
-    which = np.flatnonzero(heavy & (order < MOST))
-    if not which.size:
-        return None
-    spans = SpanCosts.of(lengths[which], per_position=linear, per_pair=pairs)
-    return Divisible(samples=which, first_items=np.zeros(which.size), spans=spans).table
+    heavy = (costs >= SHARE * costs.sum(axis=1, keepdims=True)) & (own > 1) & (order < MOST)
+    which = np.flatnonzero(heavy)
+    return RoundSamples(
+        batch_sizes=np.full((ranks, batches), each, np.int64),
+        costs=spans.whole,
+        lengths=own.reshape(-1, 1),
+        divisible=Divisible(samples=which, first_items=np.zeros(which.size), spans=spans.take(which)).table,
+        roles=np.ones(1, np.int64),
+    )
 
 
 def _imbalance(loads: NDArray[np.float64]) -> float:

@@ -62,7 +62,7 @@ ROOMS = {
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
     "splits": Room(
-        files=("evenkeel/partitioning/splits/stage.py", "evenkeel/partitioning/splits/search.py"),
+        files=("evenkeel/partitioning/splits/stage.py", "evenkeel/partitioning/splits/cutting.py"),
         lines={"evenkeel/partitioning/stages.py": ("split_heavy",), f"{_BALANCING}/stages.py": ("Splitting",)},
         words=r"partitioning\.splits|SplitOptions",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),

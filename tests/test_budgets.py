@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13295, 9500),
-    "services": (4567, 4500),
+    "evenkeel": (13136, 9500),
+    "services": (4548, 4500),
     "services/balancer": (1750, 2000),
-    "trainer_client": (21031, 15000),
-    "trainer_client/balancing": (11032, 8000),
-    "tests": (29347, 20000),
+    "trainer_client": (21030, 15000),
+    "trainer_client/balancing": (11031, 8000),
+    "tests": (29190, 20000),
     "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
@@ -53,8 +53,8 @@ ROOMS = {  # words of a capability, where it lives, in how many files outside it
         ("evenkeel/partitioning/splits/", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),
         16,
     ),
-    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 26),
-    "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 10),
+    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 25),
+    "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 9),
     "sampling": (r"BatchSampler|BudgetSampler|CountedSampler", (f"{_BALANCING}/sampling/",), 4),
     "adapters": (r"torcheasyrec|recsys_examples|lightning", (f"{_BALANCING}/adapters/",), 0),
     "resume": (r"[Rr]esum", (f"{_BALANCING}/resume.py", f"{_BALANCING}/windows.py"), 8),

@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -61,7 +62,7 @@ def _digest(folder: Path) -> str:
     digest = hashlib.sha256((_digest(_HERE) if folder != _HERE else str(numba.config.BOUNDSCHECK)).encode())  # type: ignore[attr-defined]
     for path in sorted(folder.rglob("*.py")):
         source = path.read_bytes()
-        if b"\n@kernel" in source or b"\n@step" in source:
+        if re.search(rb"^(@|\w+ = )(kernel|step)\b", source, re.MULTILINE):
             digest.update(path.name.encode() + source)
     return digest.hexdigest()
 

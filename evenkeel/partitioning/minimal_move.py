@@ -6,18 +6,16 @@ bound; where there are nodes, between them first, so that only what one node has
 
 from __future__ import annotations
 
-from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.exchange import ACROSS, PATIENCE, exchange_from, give_light_company
 from evenkeel.partitioning.karmarkar_karp import differenced
 from evenkeel.partitioning.lpt import at_home, longest_first
 from evenkeel.partitioning.nodes import balance_nodes
 from evenkeel.partitioning.problem import (
-    Floats,
-    Integers,
     PartitionError,
     Problem,
     Ranks,
     counts_and_loads,
+    moved_sizes,
     with_crowding,
 )
 
@@ -47,36 +45,18 @@ def _start(problem: Problem) -> Ranks:
     return at_home(problem)
 
 
-@kernel
-def largest_load(costs: Integers, ranks: Ranks, speeds: Floats) -> float:
-    """The load over speed of the rank that takes longest."""
-    largest, loads = 0.0, counts_and_loads(costs, ranks, speeds.size)[1]
-    for r in range(loads.size):
-        largest = max(largest, loads[r] / speeds[r])
-    return largest
-
-
-@kernel
-def moved_share(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> float:
-    """Share of all sizes that moves, weighed: what stays in its node counts little, if anything can leave it."""
-    inside = 1.0
-    for node in nodes:
-        if node != nodes[0]:
-            inside = 1.0 / ACROSS
-    total, moved = 0.0, 0.0
-    for i in range(destinations.size):
-        total += sizes[i]
-        if destinations[i] != homes[i]:
-            moved += sizes[i] * (1.0 if nodes[homes[i]] != nodes[destinations[i]] else inside)
-    return moved / total if total > 0.0 else 0.0
-
-
 def _share(problem: Problem, destinations: Ranks) -> float:
-    return moved_share(problem.arrays.sizes, problem.arrays.homes, problem.arrays.nodes, destinations)
+    """Share of all sizes that moves, weighed: what stays in its node counts little, if anything can leave it."""
+    arrays = problem.arrays
+    total, _, moved, between = moved_sizes(arrays.sizes, arrays.homes, arrays.nodes, destinations)
+    inside = 1.0 / ACROSS if problem.num_nodes > 1 else 1.0
+    return (between + inside * (moved - between)) / total if total > 0.0 else 0.0
 
 
 def _largest(problem: Problem, destinations: Ranks) -> float:
-    return largest_load(problem.arrays.costs, destinations, problem.arrays.speeds)
+    """The load over speed of the rank that takes longest."""
+    loads = counts_and_loads(problem.arrays.costs, destinations, problem.num_ranks)[1]
+    return float((loads / problem.arrays.speeds).max())
 
 
 def _limit(problem: Problem) -> float:

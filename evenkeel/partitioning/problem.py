@@ -216,6 +216,13 @@ def numbers(field: str, values: ArrayLike, length: int, what: str, allowed: Rang
     return array
 
 
+def whole_numbers(field: str, values: ArrayLike, length: int | None, what: str, most: int) -> NDArray[Any]:
+    """(length,) integers from 0 to `most`."""
+    array = _vector(field, values, length, what, "iu")
+    _check_range(field, array, Range(0, most))
+    return array
+
+
 @kernel
 def are_ordinary(costs: Integers | Floats, homes: Ranks, sizes: Floats, num_ranks: int) -> bool:
     """Whether samples need no closer look: their numbers are far within what is allowed."""
@@ -456,10 +463,9 @@ def make_problem(
     all_speeds = np.ones(num_ranks) if speeds is None else numbers("speeds", speeds, num_ranks, "rank", SPEEDS)
     num_nodes, all_nodes = 1, np.zeros(num_ranks, np.int32)
     if nodes is not None:
-        numbered = _vector("nodes", nodes, num_ranks, "rank", "iu")
-        _check_range("nodes", numbered, Range(0, MAX_SAMPLES))
-        distinct, places = np.unique(numbered, return_inverse=True)
-        num_nodes, all_nodes = distinct.size, places.astype(np.int32)
+        numbered = whole_numbers("nodes", nodes, num_ranks, "rank", MAX_SAMPLES)
+        distinct, node_of = np.unique(numbered, return_inverse=True)
+        num_nodes, all_nodes = distinct.size, node_of.astype(np.int32)
     if compiled:
         home_counts, home_loads = counts_and_loads(units, all_homes, num_ranks)
     else:

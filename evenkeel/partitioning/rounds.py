@@ -5,7 +5,8 @@ Every round has one or more batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,17 +58,6 @@ class RankSamples(_Samples):
     """
 
     batch_sizes: tuple[int, ...] = ()
-
-    @property
-    def sizes_by_batch(self) -> tuple[int, ...]:
-        """Samples of each of the rank's batches."""
-        return self.batch_sizes or (len(self),)
-
-    def in_batch(self, batch: int) -> slice:
-        """Where the samples of a batch are; an empty range for one that the rank does not have."""
-        sizes = self.sizes_by_batch
-        begin = sum(sizes[:batch])
-        return slice(begin, begin + (sizes[batch] if batch < len(sizes) else 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -231,10 +221,6 @@ class Figures:
         return imbalance_of_bound(self.lower_bound, self.max_load_after, self.imbalance_after)
 
 
-FIGURES = tuple(field.name for field in fields(Figures))
-"""Their names, which are those of the wire too."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundPlan:
     """Which rank trains which sample of a round, in which batch. Where samples are split, arrays are over their parts.
@@ -298,7 +284,9 @@ class RankPlan:
     @classmethod
     def staying(cls, rank: int, samples: RankSamples, num_batches: int) -> RankPlan:
         """That of a round in which every sample stays where it is, in the batch in which it was loaded."""
-        lengths = [samples.lengths[samples.in_batch(batch)] for batch in range(num_batches)]
+        sizes = samples.batch_sizes or (len(samples),)
+        ends = np.cumsum([0, *sizes, *[0] * (num_batches - len(sizes))]).tolist()
+        lengths = (samples.lengths[begin:end] for begin, end in pairwise(ends))
         return cls(steps=None, slices=tuple(Slice.staying(rank, own) for own in lengths))
 
     def cuts_in(self, batch: int) -> Cuts | None:

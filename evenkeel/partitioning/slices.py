@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.problem import plain_array
+from evenkeel.partitioning.problem import plain_array, whole_numbers
 
 Lengths: TypeAlias = NDArray[np.int64] | NDArray[np.uint32]  # as ranks have them, and as the wire does
 
@@ -161,16 +161,6 @@ def _slice_plainly(
     return source_begin, (distinct % num_homes).astype(np.int32), counts.astype(np.int32), totals
 
 
-def _whole_numbers(field: str, values: ArrayLike, most: int, what: str) -> NDArray[Any]:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{field} has dtype {array.dtype} and shape {array.shape}; pass integers, one {what}")
-    if array.size and not (array.min() >= 0 and array.max() <= most):
-        bad = np.flatnonzero((array < 0) | (array > most))
-        raise ValueError(f"{field}[{bad[0]}] is {array[bad[0]]}; it must be 0 to {most}, one {what}")
-    return array
-
-
 def slice_plan(
     destinations: ArrayLike,
     counts_at_home: ArrayLike,
@@ -194,8 +184,8 @@ def slice_plan(
         ValueError: If the shapes disagree, a destination is no rank or a step no batch.
     """
     n, num_ranks = np.size(destinations), np.size(counts_at_home)
-    ranks = _whole_numbers("destinations", destinations, num_ranks - 1, "rank for each sample")
-    counts = _whole_numbers("counts_at_home", counts_at_home, n, "number of samples for each rank")
+    ranks = whole_numbers("destinations", destinations, None, "sample", num_ranks - 1)
+    counts = whole_numbers("counts_at_home", counts_at_home, None, "rank", n)
     values = np.asarray(lengths)
     if counts.sum() != n:
         raise ValueError(f"counts_at_home add up to {counts.sum()}, but there are {n} destinations; pass one a sample")
@@ -203,12 +193,12 @@ def slice_plan(
         raise ValueError(
             f"lengths has dtype {values.dtype} and shape {values.shape}; pass integers of ({n} samples, fields)"
         )
-    if num_steps < 1 or (num_steps > 1 if steps is None else np.shape(steps) != (n,)):
-        shape = None if steps is None else np.shape(steps)
-        raise ValueError(f"num_steps is {num_steps}, the shape of steps {shape}; pass the batch of each of {n} samples")
+    if num_steps < 1 or (num_steps > 1 and steps is None):
+        what = "are none" if steps is None else "are given"
+        raise ValueError(f"num_steps is {num_steps}, and steps {what}; pass the batch of each of {n} samples")
     batches = None
     if steps is not None:
-        batches = _whole_numbers("steps", steps, num_steps - 1, "batch of the round for each sample").astype(np.int32)
+        batches = whole_numbers("steps", steps, n, "sample", num_steps - 1).astype(np.int32)
     return slices_of(plain_array(ranks, np.int32), counts, values, batches, num_steps)
 
 

@@ -68,43 +68,28 @@ class LearnedSpeeds:
         """Whether plans differ from those for equal ranks."""
         return bool(self.stragglers)
 
-    def to_plan(self, mean_load: float, num_ranks: int) -> Numbers:
-        """(ranks,) speeds to plan a batch with: loads over them are to be equal, so that all ranks take as long.
+    def to_plan(self, given: Sequence[float], loads: Sequence[float], num_batches: int = 1) -> Numbers:
+        """(ranks,) speeds to plan a round with: loads over them are to be equal, so that all ranks take as long.
 
         Of a rank that is slower, what a step takes besides its load takes longer too.
 
         Args:
-            mean_load: Of the batch, over the ranks.
-            num_ranks: How many they are.
+            given: The user's; empty: all equal. What is learned multiplies them.
+            loads: (ranks,) what the ranks have loaded, in all batches together.
+            num_batches: Batches of the round.
         """
-        share = self.fixed / mean_load if mean_load > 0 else 0.0
-        speeds = np.ones(num_ranks)
+        users = np.array(given or [1.0] * len(loads), np.float64)
+        mean = sum(loads) / (float(sum(users.tolist())) * num_batches)
+        share = self.fixed / mean if mean > 0 else 0.0
+        speeds = np.ones(len(loads))
         for slow in self.stragglers:
             speeds[slow.rank] = slow.speed
-        step = (1.0 + share) * num_ranks / math.fsum(speeds)  # that all are to take, in mean loads
-        return np.clip(_in_steps((speeds * step - share) / (step - share)), LOWEST, 1.0)
+        step = (1.0 + share) * len(loads) / math.fsum(speeds)  # that all are to take, in mean loads
+        learned = np.clip(_in_steps((speeds * step - share) / (step - share)), LOWEST, 1.0)
+        return np.clip(users * learned, SPEEDS.least, SPEEDS.most)
 
 
 ALL_EQUAL = LearnedSpeeds()
-
-
-def planned_speeds(
-    given: Sequence[float], learned: LearnedSpeeds, loads: Sequence[float], num_batches: int = 1
-) -> Numbers | None:
-    """(ranks,) speeds to plan a round with; None: all are equal.
-
-    Args:
-        given: The user's; empty: all equal. What is learned multiplies them.
-        learned: What is known besides.
-        loads: (ranks,) what the ranks have loaded, in all batches together.
-        num_batches: Batches of the round.
-    """
-    own = np.array(given, np.float64) if given else None
-    if not learned:
-        return own
-    mean = sum(loads) / ((sum(given) if given else len(loads)) * num_batches)
-    planned = learned.to_plan(mean, len(loads))
-    return planned if own is None else np.clip(own * planned, SPEEDS.least, SPEEDS.most)
 
 
 class SpeedEstimator:

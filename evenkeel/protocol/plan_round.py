@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenkeel.partitioning.delays import MOST as MOST_DELAY
 from evenkeel.partitioning.delays import Cause, Delay
 from evenkeel.partitioning.problem import MAX_SUM, MAX_TOTAL, MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range
-from evenkeel.partitioning.rounds import FIGURES, Figures, RoundOptions, RoundPlan, RoundSamples
+from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.speeds import Straggler
 from evenkeel.partitioning.splits import MOST as MOST_DIVISIBLE
 from evenkeel.partitioning.splits import (
@@ -138,13 +138,7 @@ def write_request(samples: RoundSamples, options: RoundOptions, names: RoundName
     assert not options.stay
     costs = samples.costs
     message = pb.PlanRoundRequest(
-        job=names.job,
-        group=names.group,
-        loader=names.loader,
-        run_id=names.run_id,
-        restart_count=names.restart_count,
-        client_version=names.client_version,
-        round=names.round,
+        **_fields_of(RoundNames, names),
         ranks=samples.num_ranks,
         batches=samples.num_batches,
         batch_sizes=_bytes(samples.batch_sizes, _U4),
@@ -195,9 +189,7 @@ def _write_options(options: RoundOptions) -> pb.PlanOptions:
         min_samples=options.min_samples,
         speeds=_bytes(options.speeds, _F8),
         memory_caps=_bytes(options.memory_caps, _F8),
-        split=None
-        if split is None
-        else pb.Split(above=split.above, within=split.within, between=split.between, fixed=split.fixed),
+        split=None if split is None else pb.Split(**_fields_of(SplitOptions, split)),
     )
 
 
@@ -207,11 +199,8 @@ def _write_facts(facts: RunFacts) -> pb.RunFacts:
         rounds_by_lead=facts.rounds_by_lead,
         rounds_unbalanced=facts.rounds_unbalanced,
         last_trouble="".join(shown),
-        stragglers=[pb.Straggler(rank=one.rank, speed=one.speed, since=one.since) for one in facts.stragglers],
-        delays=[
-            pb.Delay(rank=one.rank, cause=pb.Delay.Cause.Name(one.cause), share=one.share, since=one.since)
-            for one in facts.delays
-        ],
+        stragglers=[pb.Straggler(**_fields_of(Straggler, one)) for one in facts.stragglers],
+        delays=[pb.Delay(**_fields_of(Delay, one)) for one in facts.delays],
         step_seconds=facts.step_seconds,
     )
 
@@ -221,15 +210,7 @@ def _read_names(message: pb.PlanRoundRequest) -> RoundNames:
         _check_text(name, getattr(message, name))
     if not message.job:
         raise InvalidMessage("job", "empty", "name the training job")
-    return RoundNames(
-        job=message.job,
-        group=message.group,
-        loader=message.loader,
-        run_id=message.run_id,
-        restart_count=message.restart_count,
-        round=message.round,
-        client_version=message.client_version,
-    )
+    return RoundNames(**_fields_of(RoundNames, message))
 
 
 def _read_samples(message: pb.PlanRoundRequest, limits: RoundLimits) -> RoundSamples:
@@ -307,7 +288,7 @@ def _read_options(options: pb.PlanOptions, ranks: int) -> RoundOptions:
 
     split = None
     if options.HasField("split"):
-        prices = {name: getattr(options.split, name) for name in ("above", "within", "between", "fixed")}
+        prices = _fields_of(SplitOptions, options.split)
         try:
             split = SplitOptions(**prices)
         except ValueError as error:
@@ -346,9 +327,9 @@ def _read_facts(facts: pb.RunFacts, ranks: int) -> RunFacts:
         rounds_by_lead=facts.rounds_by_lead,
         rounds_unbalanced=facts.rounds_unbalanced,
         last_trouble=facts.last_trouble,
-        stragglers=tuple(Straggler(rank=one.rank, speed=one.speed, since=one.since) for one in facts.stragglers),
+        stragglers=tuple(Straggler(**_fields_of(Straggler, one)) for one in facts.stragglers),
         delays=tuple(
-            Delay(rank=one.rank, cause=Cause(one.cause), share=one.share, since=one.since)
+            Delay(**_fields_of(Delay, one) | {"cause": Cause(one.cause)})
             for one in facts.delays
             if one.cause in known  # others are of a newer client
         ),
@@ -366,7 +347,7 @@ def write_response(plan: RoundPlan) -> bytes:
         batches=b"" if plan.steps is None else _least_bytes(plan.steps, _U2, _I4),
         loads_before=_bytes(plan.loads_before, _F8),
         loads_after=_bytes(plan.loads_after, _F8),
-        figures=[pb.BatchFigures(**{name: getattr(one, name) for name in FIGURES}) for one in plan.batches],
+        figures=[pb.BatchFigures(**_fields_of(Figures, one)) for one in plan.batches],
         seconds=plan.seconds,
     )
     if plan.parts is not None:
@@ -397,8 +378,8 @@ def read_response(data: bytes, samples: RoundSamples) -> RoundPlan:
         _check_range(name, values, _NUMBERS)
     if len(message.figures) != batches:
         raise InvalidMessage("figures", f"{len(message.figures)} batches", f"send those of {batches}")
-    figures = tuple(Figures(**{name: getattr(one, name) for name in FIGURES}) for one in message.figures)
-    _check_range("figures", np.array([[getattr(one, name) for name in FIGURES] for one in figures]), _NUMBERS)
+    figures = tuple(Figures(**_fields_of(Figures, one)) for one in message.figures)
+    _check_range("figures", np.array([list(_fields_of(Figures, one).values()) for one in figures]), _NUMBERS)
     if not _NUMBERS.holds(message.seconds):
         raise InvalidMessage("seconds", message.seconds, "send seconds, 0 or more")
     return RoundPlan(
@@ -454,6 +435,11 @@ def _parsed(kind: Any, data: bytes) -> Any:
     except DecodeError:
         name = kind.DESCRIPTOR.name
         raise InvalidMessage("message", f"{len(data)} bytes that are no {name}", "send one") from None
+
+
+def _fields_of(kind: type[Any], values: Any) -> dict[str, Any]:
+    """By name what a dataclass has, of one or of a message with the same fields."""
+    return {field.name: getattr(values, field.name) for field in fields(kind)}
 
 
 def _bytes(values: ArrayLike, dtype: np.dtype[Any]) -> bytes:

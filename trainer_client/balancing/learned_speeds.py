@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.delays import Cause, Delay, DelayEstimator
-from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, SpeedEstimator, planned_speeds
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, SpeedEstimator
 from trainer_client.balancing.lead import Round, Stage
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import Mode
@@ -47,8 +47,7 @@ class SpeedLearner(Stage):
             samples = round_.samples
             homes = np.repeat(np.arange(samples.num_ranks), samples.counts_at_home)
             loads = np.bincount(homes, samples.costs, samples.num_ranks).tolist()
-            planned = planned_speeds(round_.options.speeds, self.learned, loads, samples.num_batches)
-            assert planned is not None
+            planned = self.learned.to_plan(round_.options.speeds, loads, samples.num_batches)
             round_.options = replace(round_.options, speeds=tuple(planned.tolist()))
 
     def _note(self, number: int, measured: NDArray[np.float64]) -> None:

@@ -6,17 +6,19 @@ what it passes on.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import kernel, step
-from evenkeel.partitioning.splits.samples import SpanCosts
+from evenkeel.partitioning.splits.samples import SpanCosts, cost_before
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+_before = step(cost_before)
 _HALVINGS = 60  # of the range in which the common level is
 
 
@@ -24,14 +26,14 @@ class Pieces(NamedTuple):
     """Samples in pieces.
 
     Attributes:
-        table: (samples, 11) what kernels know of each sample; see `table_of`.
+        table: (samples,) of `SPAN`.
         firsts: (samples + 1,) the first piece of each; they ascend by position.
         ranks: (pieces,) the rank of each piece.
         begins: (pieces,) its first position.
         ends: (pieces,) the one after its last.
     """
 
-    table: Floats
+    table: NDArray[Any]
     firsts: Integers
     ranks: Integers
     begins: Integers
@@ -47,32 +49,25 @@ class Machine(NamedTuple):
     between: float
 
 
-def table_of(spans: SpanCosts) -> Floats:
-    """(n, 11) what the kernels know of each sample, with what `SpanCosts.before` reads first."""
-    columns = (
-        spans.positions, spans.context, spans.candidates, spans.per_position, spans.per_pair, spans.targets,
-        spans.per_target, spans.fixed, spans.first_cut, spans.granule, spans.num_cuts.astype(np.float64),
-    )  # fmt: skip
-    return np.ascontiguousarray(np.stack(columns, axis=1))
+_NAMES = (*(field.name for field in fields(SpanCosts)), "first_cut", "num_cuts")
+SPAN = np.dtype([(name, np.float64) for name in _NAMES])
+"""What the kernels know of a sample."""
+
+
+def table_of(spans: SpanCosts) -> NDArray[Any]:
+    """(n,) of `SPAN`."""
+    table = np.empty(len(spans), SPAN)
+    for name in _NAMES:
+        table[name] = getattr(spans, name)
+    return table
 
 
 @step
-def _before(table: Floats, sample: int, position: float) -> float:
-    """As `SpanCosts.before`."""
-    context, history = table[sample, 1], table[sample, 0] - table[sample, 2]
-    last = min(max(position, context), history)
-    seen = min(position, context) * history + (last * (last + 1) - context * (context + 1)) / 2
-    seen += max(position - history, 0.0) * (history + 1)
-    targets = max(position - (table[sample, 0] - table[sample, 5]), 0.0)
-    cost: float = table[sample, 3] * position + table[sample, 4] * seen + table[sample, 6] * targets
-    return cost
-
-
-@step
-def cost_of(table: Floats, sample: int, begin: float, end: float) -> float:
+def cost_of(table: NDArray[Any], sample: int, begin: float, end: float) -> float:
     """What the positions from `begin` to before `end` of a sample cost; of the last with what is fixed."""
-    cost = _before(table, sample, np.float64(end)) - _before(table, sample, np.float64(begin))
-    return cost + table[sample, 7] if end >= table[sample, 0] else cost
+    span = table[sample]
+    cost: float = _before(span, np.float64(end)) - _before(span, np.float64(begin))
+    return cost + span.fixed if end >= span.positions else cost
 
 
 @step
@@ -97,7 +92,7 @@ def _exchange(pieces: Pieces, machine: Machine, found: Floats) -> tuple[int, int
         for i in range(first, last):
             num_nodes += 1 if later[nodes[ranks[i]]] == 0 else 0
             later[nodes[ranks[i]]] += 1
-        history, before = np.int64(table[s, 0] - table[s, 2]), 0
+        history, before = np.int64(table[s].positions - table[s].candidates), 0
         for i in range(first, last):
             rank, keys = ranks[i], max(min(ends[i], history) - begins[i], 0)
             node = nodes[rank]
@@ -135,26 +130,48 @@ def measure(base: Floats, pieces: Pieces, machine: Machine) -> tuple[Floats, Flo
 @step
 def _cut(pieces: Pieces, sample: int, shares: Floats) -> None:
     """Cuts a sample so that its pieces cost what their shares say, as nearly as may be."""
-    table, first, last = pieces.table, pieces.firsts[sample], pieces.firsts[sample + 1]
-    count, place, wanted = np.int64(table[sample, 10]), np.int64(-1), 0.0
+    span, first, last = pieces.table[sample], pieces.firsts[sample], pieces.firsts[sample + 1]
+    count, place, wanted = np.int64(span.num_cuts), np.int64(-1), 0.0
     for i in range(first, last - 1):
         wanted += shares[i]
         low, high = place + 1, count - (last - 1 - i)  # a place for each cut that follows
         least = low
         while low < high:
             middle = (low + high) // 2
-            if _before(table, sample, table[sample, 8] + middle * table[sample, 9]) < wanted:
+            if _before(span, span.first_cut + middle * span.granule) < wanted:
                 low = middle + 1
             else:
                 high = middle
-        at = table[sample, 8] + low * table[sample, 9]
+        at = span.first_cut + low * span.granule
         if low > least:
-            below = at - table[sample, 9]
-            if wanted - _before(table, sample, below) <= _before(table, sample, at) - wanted:
+            below = at - span.granule
+            if wanted - _before(span, below) <= _before(span, at) - wanted:
                 low, at = low - 1, below
         place = low
         pieces.ends[i] = np.int64(at)
         pieces.begins[i + 1] = np.int64(at)
+
+
+@kernel
+def filled(times: Floats, speeds: Floats, work: float) -> float:
+    """The time to which work fills ranks that are busy for so long already."""
+    speed = worked = 0.0  # of the ranks that are filled
+    for r in np.argsort(times, kind="mergesort"):
+        if speed > 0.0 and times[r] * speed - worked >= work:
+            break
+        speed += speeds[r]
+        worked += speeds[r] * times[r]
+    return (work + worked) / speed
+
+
+@step
+def _spend(base: Floats, pieces: Pieces, machine: Machine, costs: Floats, found: Floats, times: Floats) -> None:
+    """What each rank takes, into `times`, where pieces cost so much."""
+    _exchange(pieces, machine, found)
+    for r in range(base.size):
+        times[r] = base[r] / machine.speeds[r] + found[0, r]
+    for i in range(costs.size):
+        times[pieces.ranks[i]] += costs[i] / machine.speeds[pieces.ranks[i]]
 
 
 @kernel
@@ -164,67 +181,46 @@ def recut(base: Floats, pieces: Pieces, machine: Machine, costs: Floats, passes:
     `base` is what the ranks have to do besides, and `costs` what the pieces had better cost at first; the pieces take
     the best cuts. A sample in p pieces can be cut in p - 1 places at least.
     """
-    num_ranks, speeds, ranks, ends = base.size, machine.speeds, pieces.ranks, pieces.ends
-    found, busy = np.zeros((8, num_ranks)), np.zeros(num_ranks)
+    table, firsts, ranks, begins, ends = pieces
+    found, times = np.zeros((8, base.size)), np.zeros(base.size)
     shares, costs = costs.copy(), costs.copy()
-    best, best_begins, best_ends = np.inf, pieces.begins.copy(), ends.copy()
+    best, best_begins, best_ends = np.inf, begins.copy(), ends.copy()
     for turn in range(passes + 1):
-        for s in range(pieces.firsts.size - 1):
-            first, last = pieces.firsts[s], pieces.firsts[s + 1]
+        for s in range(firsts.size - 1):
+            first, last = firsts[s], firsts[s + 1]
             if turn > 0:
-                _exchange(pieces, machine, found)
-                for r in range(num_ranks):
-                    busy[r] = base[r] / speeds[r] + found[0, r]
-                for i in range(ranks.size):
-                    if i < first or i >= last:
-                        busy[ranks[i]] += costs[i] / speeds[ranks[i]]
-                total = cost_of(pieces.table, s, 0.0, pieces.table[s, 0])
-                low, high, slowest = np.inf, 0.0, np.inf
-                for i in range(first, last):
-                    low, high = min(low, busy[ranks[i]]), max(high, busy[ranks[i]])
-                    slowest = min(slowest, speeds[ranks[i]])
-                high += total / slowest
-                for _ in range(_HALVINGS):
-                    level, room = (low + high) / 2, 0.0
-                    for i in range(first, last):
-                        room += max(level - busy[ranks[i]], 0.0) * speeds[ranks[i]]
-                    if room < total:
-                        low = level
-                    else:
-                        high = level
-                for i in range(first, last):
-                    shares[i] = max(high - busy[ranks[i]], 0.0) * speeds[ranks[i]]
+                _spend(base, pieces, machine, costs, found, times)
+                own, speeds = ranks[first:last], machine.speeds[ranks[first:last]]
+                besides = times[own] - costs[first:last] / speeds
+                level = filled(besides, speeds, cost_of(table, s, 0.0, table[s].positions))
+                shares[first:last] = np.maximum(level - besides, 0.0) * speeds
             _cut(pieces, s, shares)
             for i in range(first, last):
-                costs[i] = cost_of(pieces.table, s, pieces.begins[i], ends[i])
-        _exchange(pieces, machine, found)
-        busy[:] = base
-        for i in range(ranks.size):
-            busy[ranks[i]] += costs[i]
-        time = 0.0
-        for r in range(num_ranks):
-            time = max(time, busy[r] / speeds[r] + found[0, r])
-        if time < best:
-            best = time
-            best_begins[:], best_ends[:] = pieces.begins, ends
-    pieces.begins[:], ends[:] = best_begins, best_ends
+                costs[i] = cost_of(table, s, begins[i], ends[i])
+        _spend(base, pieces, machine, costs, found, times)
+        if times.max() < best:
+            best = times.max()
+            best_begins[:], best_ends[:] = begins, ends
+    begins[:], ends[:] = best_begins, best_ends
     return best
 
 
 @step
-def _busy(table: Floats, sample: int, begin: float, end: float, later: int, price: float) -> float:
+def _busy(table: NDArray[Any], sample: int, begin: float, end: float, later: int, price: float) -> float:
     """The time of a piece with so many later ones: its work, and the more of what it receives and sends."""
     return cost_of(table, sample, begin, end) + price * max(begin, max(end - begin, 0.0) if later else 0.0)
 
 
 @kernel
-def pieces_at(table: Floats, sample: int, level: float, price: float, most: int, times: Floats, begins: Floats) -> int:
+def pieces_at(
+    table: NDArray[Any], sample: int, level: float, price: float, most: int, times: Floats, begins: Floats
+) -> int:
     """The fewest consecutive pieces of which none takes longer than a level, each on a rank of its own.
 
     From the end, each piece begins as early as the level allows. Any pieces within the level begin where these do or
     later, counted from the end, so no others are fewer, or receive less.
     """
-    end = table[sample, 0]
+    end = table[sample].positions
     for later in range(most):
         if _busy(table, sample, 0.0, end, later, price) <= level:
             times[later], begins[later] = _busy(table, sample, 0.0, end, later, price), 0.0
@@ -250,7 +246,7 @@ def pieces_at(table: Floats, sample: int, level: float, price: float, most: int,
 
 
 @kernel
-def divide(table: Floats, sample: int, level: float, price: float, times: Floats, costs: Floats) -> None:
+def divide(table: NDArray[Any], sample: int, level: float, price: float, times: Floats, costs: Floats) -> None:
     """A sample in so many pieces: at a level where that takes so many, or that take equally long.
 
     Args as for `pieces_at`; `times` and `costs` take those of each piece, the first positions first.
@@ -259,7 +255,7 @@ def divide(table: Floats, sample: int, level: float, price: float, times: Floats
     begins = np.empty(count)
     found = pieces_at(table, sample, level, price, count, times, begins)
     if found != count:
-        low, high = 0.0, cost_of(table, sample, 0.0, table[sample, 0])
+        low, high = 0.0, cost_of(table, sample, 0.0, table[sample].positions)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             if pieces_at(table, sample, middle, price, count, times, begins) <= count:
@@ -268,11 +264,11 @@ def divide(table: Floats, sample: int, level: float, price: float, times: Floats
                 low = middle
         found = pieces_at(table, sample, high, price, count, times, begins)
     if found != count:  # so many only take longer than fewer
-        times[:] = costs[:] = cost_of(table, sample, 0.0, table[sample, 0]) / count
+        times[:] = costs[:] = cost_of(table, sample, 0.0, table[sample].positions) / count
         return
     times[:], begins[:] = times[::-1].copy(), begins[::-1].copy()
     for i in range(count):
-        costs[i] = cost_of(table, sample, begins[i], begins[i + 1] if i + 1 < count else table[sample, 0])
+        costs[i] = cost_of(table, sample, begins[i], begins[i + 1] if i + 1 < count else table[sample].positions)
 
 
 @kernel

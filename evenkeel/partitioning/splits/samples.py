@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -86,6 +87,17 @@ class SplitOptions:
         return cls(above=above, within=worth / within, between=worth / between, fixed=fixed)
 
 
+def cost_before(span: Any, position: Any) -> Any:
+    """What the positions before one cost; `span` has the numbers of a sample, or arrays of them, as `SpanCosts` has."""
+    history = span.positions - span.candidates
+    in_context = np.minimum(position, span.context)
+    last = np.minimum(np.maximum(position, span.context), history)  # of the history, the positions from context to last
+    seen = in_context * history + (last * (last + 1) - span.context * (span.context + 1)) / 2
+    seen = seen + np.maximum(position - history, 0.0) * (history + 1)
+    targets = np.maximum(position - (span.positions - span.targets), 0.0)
+    return span.per_position * position + span.per_pair * seen + span.per_target * targets
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpanCosts:
     """What any positions of each sample cost.
@@ -155,16 +167,8 @@ class SpanCosts:
 
     def before(self, position: ArrayLike) -> Numbers:
         """(n,) cost of the positions before a position of each sample, the end for all; without `fixed`."""
-        at = np.asarray(position, np.float64)
-        history = self.positions - self.candidates
-        in_context = np.minimum(at, self.context)
-        last = np.clip(at, self.context, history)  # of the history, the positions from context to last
-        beyond = np.maximum(at - history, 0)
-        seen = (
-            in_context * history + (last * (last + 1) - self.context * (self.context + 1)) / 2 + beyond * (history + 1)
-        )
-        targets = np.maximum(at - (self.positions - self.targets), 0)
-        return self.per_position * at + self.per_pair * seen + self.per_target * targets
+        cost: Numbers = cost_before(self, np.asarray(position, np.float64))
+        return cost
 
     def of_spans(self, begin: ArrayLike, end: ArrayLike) -> Numbers:
         """(n,) cost of the positions from `begin` to before `end`; of the last span with `fixed`."""

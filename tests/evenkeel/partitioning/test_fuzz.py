@@ -21,7 +21,7 @@ from evenkeel.partitioning import ImpossiblePartitionError, Partition, Partition
 from evenkeel.partitioning.problem import MAX_SUM, MAX_TOTAL, share_of_total
 from evenkeel.partitioning.rounds import partition_batches
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions, check_table
-from evenkeel.partitioning.splits.search import SplitPartition, split_batch
+from evenkeel.partitioning.splits.stage import BatchParts, split_batch
 from evenkeel.partitioning.stages import plan_round
 from tests.evenkeel.partitioning.reference import allowed_counts, assignments
 from tests.evenkeel.partitioning.rounds import round_of
@@ -218,13 +218,14 @@ def check_split(rng: Rng) -> None:
     found = partition_batches(samples, how_)
     plan = split_batch(samples, how_, found)
     if plan is not None:
-        _check_parts(plan, spans, set(which.tolist()), options, num_ranks)
-        assert isinstance(found, PartitionError) or plan.time < found.batches[0].max_load_after
+        check_parts(plan, spans, set(which.tolist()), options, num_ranks)
+        assert isinstance(found, PartitionError) or plan.figures.max_load_after < found.batches[0].max_load_after
 
 
-def _check_parts(plan: SplitPartition, spans: SpanCosts, which: set[int], options: Any, num_ranks: int) -> None:
+def check_parts(plan: BatchParts, spans: SpanCosts, which: set[int], options: Any, num_ranks: int) -> None:
+    """Every position once, where it may be cut, on one rank a part, within the caps."""
     covered, used, places = np.zeros(len(spans)), np.zeros(num_ranks), set()
-    for sample, begin, end, rank in np.stack([plan.samples, plan.begins, plan.ends, plan.ranks], axis=1).tolist():
+    for sample, begin, end, rank, _ in np.sort(plan.parts, order=["sample", "begin"]).tolist():
         assert (sample, rank) not in places, "two parts of a sample on a rank"
         places.add((sample, rank))
         assert begin == covered[sample], "positions that are missing or come twice"

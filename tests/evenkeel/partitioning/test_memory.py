@@ -104,27 +104,6 @@ def test_memory_caps_hold_to_the_last_unit() -> None:
     assert sum(memory[i] for i in range(4) if found.destinations[i] == 1) <= caps[1]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("memory", "caps", "counts"),
-    [
-        ([0.1, 0.2, 0.3], [np.inf, 0.0], "free"),
-        ([1 / 3] * 7, [np.inf, 0.1], "free"),
-        ([2.6e-235, 9.4e18], [1.2e23, 0.0], "free"),
-        ([0.1] * 3, [0.2, 0.1], "equal"),
-        ([0.7, 0.1, 0.2], [0.8, 0.2], "equal"),
-    ],
-)
-def test_fractions_of_memory_that_fit_are_not_called_impossible(
-    memory: list[float], caps: list[float], counts: str, strategy: str
-) -> None:
-    """Nothing exceeds an infinite cap, whatever the sum of all units is rounded to."""
-    homes = np.sort(np.arange(len(memory)) % 2)
-    found = partition(np.ones(len(memory)), homes, 2, strategy=strategy, counts=counts, memory=memory, memory_caps=caps)
-    used = np.bincount(found.destinations, weights=memory, minlength=2)
-    assert (used <= np.array(caps) * (1 + 1e-12)).all()
-
-
 def test_what_misses_a_cap_by_less_than_a_unit_is_not_called_impossible() -> None:
     with pytest.raises(PartitionNotFoundError):
         partition([1, 1], [0, 1], 2, memory=[1e-20, 1.0], memory_caps=[1e-20, 1.0])

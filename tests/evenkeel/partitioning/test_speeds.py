@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, SpeedEstimator, Straggler, planned_speeds
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, SpeedEstimator, Straggler
 
 LAG = 6  # rounds from a measured batch to the plan that knows of it
 
@@ -28,7 +28,7 @@ def _run(
     for number in range(rounds):
         mean = float(1000 * np.exp(rng.normal(0, 0.2)))
         learned = plans[-LAG] if len(plans) >= LAG else ALL_EQUAL
-        planned = learned.to_plan(mean, num_ranks)
+        planned = learned.to_plan((), [mean] * num_ranks)
         loads = planned / planned.sum() * mean * num_ranks
         speeds = np.ones(num_ranks)
         if between[0] <= number < between[1]:
@@ -123,7 +123,7 @@ def test_whatever_comes_speeds_stay_within_bounds(rounds: list[list[float]]) -> 
         estimator.note(values[:num_ranks], values[num_ranks:])
         assert ((estimator.speeds >= 0.3) & (estimator.speeds <= 1.0)).all()
         for mean in (0.0, 1.0, 1e9):
-            planned = estimator.learned.to_plan(mean, num_ranks)
+            planned = estimator.learned.to_plan((), [mean] * num_ranks)
             assert ((planned >= 0.3) & (planned <= 1.0)).all()
 
 
@@ -136,21 +136,17 @@ def test_bad_input() -> None:
 
 def test_what_is_learned_multiplies_what_users_give() -> None:
     learned = LearnedSpeeds(stragglers=(Straggler(rank=1, speed=0.5, since=3),), fixed=0.0)
-    assert planned_speeds((), ALL_EQUAL, [1, 2]) is None
-    assert planned_speeds((2.0, 1.0), ALL_EQUAL, [1, 2]).tolist() == [2.0, 1.0]  # type: ignore[union-attr]
-    assert planned_speeds((), learned, [1, 2]).tolist() == [1.0, 0.5]  # type: ignore[union-attr]
-    assert planned_speeds((2.0, 1.0), learned, [1, 2]).tolist() == [2.0, 0.5]  # type: ignore[union-attr]
-    tiny = planned_speeds((1.0, 1e-6), learned, [1, 2])
-    assert tiny is not None
-    assert tiny.tolist() == [1.0, 1e-6]
+    assert ALL_EQUAL.to_plan((2.0, 1.0), [1, 2]).tolist() == [2.0, 1.0]
+    assert learned.to_plan((), [1, 2]).tolist() == [1.0, 0.5]
+    assert learned.to_plan((2.0, 1.0), [1, 2]).tolist() == [2.0, 0.5]
+    assert learned.to_plan((1.0, 1e-6), [1, 2]).tolist() == [1.0, 1e-6]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 64])
 def test_what_a_step_takes_besides_its_load_lets_a_slow_rank_do_less(num_ranks: int) -> None:
     learned = LearnedSpeeds(stragglers=(Straggler(rank=0, speed=0.75, since=0),), fixed=100.0)
     loads = [300.0] + [100.0] * (num_ranks - 1)
-    planned = planned_speeds((), learned, loads, num_batches=2)
-    assert planned is not None
+    planned = learned.to_plan((), loads, num_batches=2)
     shares = planned / planned.sum() * sum(loads) / 2
     steps = (shares + 100.0) / np.array([0.75] + [1.0] * (num_ranks - 1))
     assert steps.max() / steps.min() < 1.015  # all take as long; speeds are rounded

@@ -15,8 +15,9 @@ from benchmarks.references.least_splits import least_time
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
-from evenkeel.partitioning.splits.search import SplitPartition, split_batch
+from evenkeel.partitioning.splits.stage import BatchParts, split_batch
 from tests.evenkeel.partitioning.rounds import round_of
+from tests.evenkeel.partitioning.test_fuzz import check_parts
 
 
 def divisible_of(spans: SpanCosts, which: list[int] | None = None) -> Divisible:
@@ -32,7 +33,7 @@ def planned(
     split: SplitOptions,
     which: list[int] | None = None,
     **options: Any,
-) -> tuple[RoundPlan | PartitionError, SplitPartition | None]:
+) -> tuple[RoundPlan | PartitionError, BatchParts | None]:
     """The best assignment of whole samples, and what is made of it."""
     samples, how = round_of(
         spans.whole, homes, num_ranks, divisible=divisible_of(spans, which).table, split=split, **options
@@ -109,67 +110,50 @@ class Traffic:
         return times
 
 
-def recounted(call: dict[str, Any], plan: SplitPartition) -> tuple[list[float], list[float], int, int]:
+def recounted(call: dict[str, Any], plan: BatchParts) -> tuple[list[float], NDArray[np.float64], int, int]:
     """Loads and exchange of each rank, and the positions that travel, one by one from the spans."""
     spans, num_ranks, split = call["spans"], call["num_ranks"], call["split"]
     nodes = call.get("nodes", np.zeros(num_ranks))
     loads, travelled = [0.0] * num_ranks, [0, 0]
     traffic = Traffic(num_ranks, nodes, split.within, split.between)
-    columns = plan.samples, plan.begins, plan.ends, plan.ranks
-    listed = list(zip(*(column.tolist() for column in columns), strict=True))
-    for sample, begin, end, rank in listed:
+    for sample, begin, end, rank, _ in plan.parts.tolist():
         if not end:
             loads[rank] += float(spans.whole[sample])
             continue
         loads[rank] += float(spans.take([sample]).of_spans(begin, end)[0])
         keys = max(min(end, spans.positions[sample] - spans.candidates[sample]) - begin, 0)
-        later = [target for other, first, _, target in listed if other == sample and first > begin]
+        later = [target for other, first, _, target, _ in plan.parts.tolist() if other == sample and first > begin]
         far = len({nodes[target] for target in later} - {nodes[rank]})
         travelled[0] += int(keys) * (len(later) - far)
         travelled[1] += int(keys) * far
         traffic.add(keys, rank, later)
-    return loads, traffic.times().tolist(), travelled[0], travelled[1]
+    return loads, traffic.times(), travelled[0], travelled[1]
 
 
 @settings(max_examples=60)
 @given(call=rounds())
 def test_every_position_once_and_never_longer_than_whole(call: dict[str, Any]) -> None:
     found, plan = planned(**call)
-    spans = call["spans"]
+    spans, speeds = call["spans"], np.asarray(call.get("speeds", np.ones(call["num_ranks"])))
     if plan is None:
         return
-    covered = dict.fromkeys(range(len(spans)), 0)
-    assert (np.diff(plan.samples) >= 0).all()
-    for sample, begin, end in zip(plan.samples.tolist(), plan.begins.tolist(), plan.ends.tolist(), strict=True):
-        assert begin == covered[sample]
-        covered[sample] = end or int(spans.positions[sample])
-        if begin:  # between granules of the history
-            assert (begin - spans.first_cut[sample]) % spans.granule[sample] == 0
-            assert spans.context[sample] < begin <= spans.positions[sample] - max(spans.candidates[sample], 1)
-        if end:
-            assert sample in call["which"]
-    assert [covered[sample] for sample in range(len(spans))] == spans.positions.tolist()
-    assert len(set(zip(plan.samples.tolist(), plan.ranks.tolist(), strict=True))) == plan.samples.size
-    assert plan.samples.size > len(spans)
-
-    sequences = np.bincount(plan.ranks, minlength=call["num_ranks"])
+    check_parts(plan, spans, set(call["which"]), call, call["num_ranks"])
+    assert plan.parts["end"].any()
+    sequences = np.bincount(plan.parts["rank"], minlength=call["num_ranks"])
     assert sequences.min() >= call["min_samples"] or len(spans) < call["min_samples"] * call["num_ranks"]
-
     loads, exchange, within, between = recounted(call, plan)
+    figures = plan.figures
     np.testing.assert_allclose(plan.loads, loads, rtol=1e-9)
-    np.testing.assert_allclose(plan.exchange, exchange, rtol=1e-9)
-    assert (plan.within, plan.between) == (within, between)
+    assert (figures.exchanged, figures.exchanged_between_nodes) == (within + between, between)
     assert isinstance(found, RoundPlan)
-    speeds = np.asarray(call.get("speeds", np.ones(call["num_ranks"])))
+    time = (plan.loads / speeds + exchange).max() + call["split"].fixed
+    np.testing.assert_allclose(figures.max_load_after, time, rtol=1e-9)
     even = spans.whole.sum() / speeds.sum()
-    fixed = call["split"].fixed
-    np.testing.assert_allclose(plan.time, (plan.loads / speeds + plan.exchange).max() + fixed, rtol=1e-9)
-    assert even * (1 - 1e-9) <= plan.time < found.batches[0].max_load_after
+    assert even * (1 - 1e-9) <= figures.max_load_after < found.batches[0].max_load_after
     assert found.batches[0].lower_bound > (1 + call["split"].above) * even * (1 - 1e-9)
     again = planned(**call)[1]
     assert again is not None
-    names = ("samples", "begins", "ends", "ranks")
-    assert all(np.array_equal(getattr(plan, name), getattr(again, name)) for name in names)
+    assert np.array_equal(plan.parts, again.parts)
 
 
 def exhaustive(spans: SpanCosts, num_ranks: int, nodes: NDArray[np.int64], within: float, between: float) -> float:
@@ -220,7 +204,7 @@ def test_small_rounds_are_near_the_best_plan(
     )  # fmt: skip
     assert isinstance(found, RoundPlan)
     best = exhaustive(spans, num_ranks, nodes, price, far * price)
-    time = found.batches[0].max_load_after if plan is None else plan.time
+    time = (found.batches[0] if plan is None else plan.figures).max_load_after
     assert time >= best * (1 - 1e-12)
     assert time <= 1.3 * best + 4 + 9 * per_pair  # a position is the least that can be moved
     divisible = divisible_of(spans)
@@ -238,8 +222,8 @@ def test_giants_are_shared_evenly_inside_a_node() -> None:
     assert isinstance(found, RoundPlan)
     assert plan is not None
     even = spans.whole.sum() / 16
-    assert np.count_nonzero((plan.ends > 0) & (plan.begins == 0)) == 2
-    assert plan.between == 0
+    assert plan.figures.split_samples == 2
+    assert plan.figures.exchanged_between_nodes == 0
     assert found.batches[0].lower_bound > 6 * even
     assert plan.loads.max() < 1.05 * even
 
@@ -269,8 +253,8 @@ def test_parts_keep_to_memory_caps(lengths: list[int], caps: list[float], above:
     how: dict[str, Any] = {"memory": spans.positions, "counts": "free"}
     plan = planned(spans, range(num_ranks), num_ranks, SplitOptions(above=above), memory_caps=caps, **how)[1]
     assert plan is not None
-    held = np.where(plan.ends > 0, plan.ends - plan.begins, spans.positions[plan.samples])
-    assert (np.bincount(plan.ranks, held, num_ranks) <= caps).all()
+    used = np.bincount(plan.parts["rank"], plan.parts["share"] * spans.positions[plan.parts["sample"]], num_ranks)
+    assert (used <= np.array(caps) * (1 + 1e-9)).all()
     tight = [0.2 * sum(lengths) / num_ranks] * num_ranks
     assert planned(spans, range(num_ranks), num_ranks, SplitOptions(), memory_caps=tight, **how)[1] is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError, partition
 from evenkeel.partitioning.rounds import RoundPlan
-from evenkeel.partitioning.stages import plan_round, slice_round
+from evenkeel.partitioning.stages import plan_round
 from evenkeel.partitioning.windows import regroup, step_bounds
 from tests.evenkeel.partitioning.rounds import round_of
 
@@ -135,24 +134,3 @@ def test_memory_caps_hold_in_each_batch() -> None:
             assert memory[(plan.steps == step) & (plan.destinations == rank)].sum() <= 60.0
     with pytest.raises(PartitionError):
         plan_of(call | {"memory": memory, "memory_caps": [40.0] * 4})
-
-
-@settings(max_examples=60, deadline=None)
-@given(windows(), st.integers(0, 3))
-def test_slices_fit_together(call: dict[str, Any], fields: int) -> None:
-    plan, n = plan_of(call), call["costs"].size
-    lengths = np.random.default_rng(n).integers(0, 9, (n, fields))
-    samples, _ = round_of(**call)
-    for compiled in (True, False):
-        slices = slice_round(plan, replace(samples, lengths=lengths), compiled=compiled)
-        for rank in range(call["num_ranks"]):
-            own = call["homes"] == rank
-            for step, piece in enumerate(slices.batches_of(rank)):
-                assert plan.steps is not None
-                assert (piece.destinations == plan.destinations[own][plan.steps[own] == step]).all()
-                arriving = (plan.steps == step) & (plan.destinations == rank)
-                homes = call["homes"][arriving]
-                assert piece.sources.tolist() == sorted(set(homes.tolist()))
-                for source, count, totals in zip(piece.sources, piece.source_counts, piece.source_totals, strict=True):
-                    assert count == (homes == source).sum()
-                    assert (totals == lengths[arriving][homes == source].sum(axis=0)).all()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from evenkeel.partitioning.delays import Cause, Delay
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.speeds import Straggler
-from evenkeel.partitioning.splits import ALL, FIRST, LAST, Divisible, SpanCosts, SplitOptions
+from evenkeel.partitioning.splits import ALL, FIRST, LAST, Divisible, SpanCosts, SplitOptions, check_table
 from evenkeel.protocol.plan_round import RoundNames, RunFacts
 
 ROLES = np.array([1, 2, LAST, FIRST, ALL])
-_HEAD, _GRANULE = 3, 2  # of a sequence whose items are two positions, behind three contextual ones
+HEAD, GRANULE = 3, 2  # of a sequence whose items are two positions, behind three contextual ones
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,21 @@ def make_round(
     return Round(samples, RoundOptions(**options), names or RoundNames(job="job"), facts or RunFacts())
 
 
+def split_samples(items: NDArray[np.int64], batch_sizes: NDArray[np.int64], rng: np.random.Generator) -> RoundSamples:
+    """Samples of so many items, of which the long ones may be split."""
+    spans = SpanCosts.of(HEAD + GRANULE * items, context=HEAD, per_position=20, per_pair=1, granule=GRANULE)
+    heavy = np.flatnonzero(items > 60)
+    divisible = Divisible(samples=heavy, first_items=np.full(heavy.size, float(HEAD)), spans=spans.take(heavy))
+    assert check_table(divisible.table, spans.whole) == ""
+    return RoundSamples(
+        batch_sizes=batch_sizes,
+        costs=spans.whole,
+        lengths=np.column_stack([items, 2 * items, rng.integers(0, 5, (items.size, 3))]).astype(np.uint32),
+        divisible=divisible.table,
+        roles=ROLES,
+    )
+
+
 @st.composite
 def rounds(draw: st.DrawFn) -> Round:
     """Of a few ranks and batches, with and without nodes, speeds, memory caps, fractions, giants that may be split."""
@@ -57,18 +73,15 @@ def rounds(draw: st.DrawFn) -> Round:
     batch_sizes = rng.integers(0, 6, (num_ranks, num_batches))
     n = int(batch_sizes.sum())
     items = np.where(rng.random(n) < draw(st.floats(0, 0.4)), rng.integers(61, 800, n), rng.integers(0, 60, n))
-    spans = SpanCosts.of(_HEAD + _GRANULE * items, context=_HEAD, per_position=20, per_pair=1, granule=_GRANULE)
-    heavy = np.flatnonzero(items > 60)
-    divisible = Divisible(samples=heavy, first_items=np.full(heavy.size, float(_HEAD)), spans=spans.take(heavy))
+    whole = split_samples(items, batch_sizes, rng)
     splits, capped = draw(st.booleans()), draw(st.booleans())
-    samples = RoundSamples(
-        batch_sizes=batch_sizes,
-        costs=spans.whole if splits or draw(st.booleans()) else spans.whole.astype(np.int64),
-        lengths=np.column_stack([items, 2 * items, rng.integers(0, 5, (n, 3))]).astype(np.uint32),
+    samples = replace(
+        whole,
+        costs=whole.costs if splits or draw(st.booleans()) else whole.costs.astype(np.int64),
         sizes=rng.integers(0, draw(st.sampled_from([100, 1 << 33])), n) if draw(st.booleans()) else None,
         memory=items.astype(np.float64) if capped else None,
         nodes=np.arange(num_ranks, dtype=np.int32) // 2 if num_ranks > 2 and draw(st.booleans()) else None,
-        divisible=divisible.table if splits and heavy.size else None,
+        divisible=whole.divisible if splits and len(whole.divisible) else None,
         roles=ROLES if splits else None,
     )
     options = RoundOptions(

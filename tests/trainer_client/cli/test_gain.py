@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from evenkeel.gain import costs_of, estimate_gain
+from evenkeel.gain import estimate_gain
+from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.cli import app
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(3).normal(5, 1.3, 4096)), 1, 30_000).astype(np.int64)
@@ -48,7 +49,7 @@ def test_balancing_makes_nothing_worse(lengths: list[int], ranks: int, batch: in
 
 def test_as_loaded_is_what_the_lengths_say() -> None:
     found = estimate_gain(LENGTHS, ranks=8, batch=64, linear=2.0, pairs=1.0)
-    costs = costs_of(LENGTHS, 2.0, 1.0).reshape(8, 8, 64)  # step, rank, sample
+    costs = SpanCosts.of(LENGTHS, per_position=2.0, per_pair=1.0).whole.reshape(8, 8, 64)  # step, rank, sample
     loads = costs.sum(axis=2)
     assert found[0].imbalance == pytest.approx(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
     assert found[1].speed_up == pytest.approx(found[0].imbalance / found[1].imbalance)
