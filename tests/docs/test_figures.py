@@ -55,6 +55,13 @@ def _bucketized(choose: Callable[[list[float]], float]) -> Callable[[Any], float
     return lambda d: choose([row["fbgemm_over_ours"] for row in d["results"]])
 
 
+def _gap(samples: int, balancer: str, choose: Callable[[list[float]], float] = max) -> Callable[[Any], float]:
+    return lambda d: (
+        100
+        * choose([row[balancer]["gap"] for row in d["rows"] if (row["lengths"], row["samples"]) == ("yambda", samples)])
+    )
+
+
 ALIKE = "all cached alike"
 FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
     "end_to_end_2xh200": {
@@ -80,17 +87,16 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
         )
         for text, setting in zip(texts, ("off", "theirs_all_gather", "evenkeel", "evenkeel_drop_in"), strict=True)
     },
-    "peers": {
-        "41 of 66": lambda d: sum(row["ours_ms"] <= row["theirs_ms"] for row in d["decisions"]["rows"]),
-        "7.6": lambda d: max(row["theirs_ms"] for row in d["decisions"]["rows"] if _wide(row)),
-        "15.0": lambda d: max(row["ours_ms"] for row in d["decisions"]["rows"] if _wide(row)),
+    "balance_gap": {
+        "31 of 45": lambda d: sum(row["evenkeel"]["ms"] <= row["recsys-examples"]["ms"] for row in d["rows"]),
+        "1.62": _gap(8, "evenkeel"), "14.4": _gap(8, "recsys-examples", min), "18.0": _gap(8, "recsys-examples"),
+        "0.10": _gap(32, "evenkeel"), "3.1": _gap(32, "recsys-examples"), "0.00": _gap(128, "recsys-examples"),
     },
     "partitioning": {
         "704": lambda d: len(d["grid"]), "5.5": _moved(32, "uniform"), "12.0": _moved(32, "lognormal"),
         "24.5": _moved(32, "zipf_1.2"), "75.9": _moved(32, "bimodal"), "2.2": _moved(32, "one_giant"),
         "2.3": _moved(128, "uniform"), "4.2": _moved(128, "lognormal"), "11.3": _moved(128, "zipf_1.2"),
         "27.1": _moved(128, "bimodal"), "9.7": _moved(128, "one_giant"),
-        "91.3": _moved(128, "lognormal", "karmarkar_karp"), "87.9": _moved(128, "bimodal", "karmarkar_karp"),
     },
     "redistribution_2xh200": {
         "1.76": lambda d: min(row["ratio"] for row in d["rows"] if row["strategy"] == "minimal_move"),
@@ -124,10 +130,6 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
     },
 }  # fmt: skip
 """By result file: a figure as the pages have it, and what the file has."""
-
-
-def _wide(row: dict[str, Any]) -> bool:
-    return (row["ranks"], row["samples"], row["lengths"], row["incomplete"]) == (256, 32, "zipf", False)
 
 
 def _cases() -> Iterator[Any]:
