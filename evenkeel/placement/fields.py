@@ -210,8 +210,9 @@ def _member(hints: tuple[Any, ...], value: Any, path: str) -> Any:
 
 def _scalar(hint: Any, value: Any, path: str) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    quotes = ', without quotes unless it has a unit, as "400M" or "12GiB"' if isinstance(value, str) else ""
     if hint is float:
-        require(is_number, path, value, "is no number", "give a number")
+        require(is_number, path, value, "is no number", f"give a number{quotes}")
         try:
             return float(value)
         except OverflowError:
@@ -220,7 +221,7 @@ def _scalar(hint: Any, value: Any, path: str) -> Any:
         return int(value)  # JSON knows no difference between 1e9 and 1000000000
     wanted = {int: "a whole number", str: "a string", bool: "true or false"}[hint]
     ok = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    require(ok, path, value, f"is not {wanted}", f"give {wanted}")
+    require(ok, path, value, f"is not {wanted}", f"give {wanted}{quotes if hint is int else ''}")
     if hint is str:
         try:
             value.encode()

@@ -78,7 +78,8 @@ def _read(path: Path, column: str | None) -> NDArray[np.int64]:
         raise ValueError(f"{path} is no .npy file of numbers; write it with numpy.save") from None
     values = _column(path, column) if values is None else values
     if values.size and values.dtype.kind in "OUS":
-        raise ValueError(f"{path} holds {str(values.ravel()[0])[:40]!r} where a number should be; give numbers only")
+        row, text = _first_text(values.ravel().tolist())
+        raise ValueError(f"{path} holds {text[:40]!r} in row {row} where a number should be; give numbers only")
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iuf"):
         raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one number for each sample")
     if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -88,6 +89,16 @@ def _read(path: Path, column: str | None) -> NDArray[np.int64]:
     if values.size and not values.any():
         raise ValueError(f"{path} holds only zeros: there is nothing to balance; give the positions of each sample")
     return np.asarray(values, np.int64)
+
+
+def _first_text(values: list[Any]) -> tuple[int, str]:
+    """The first value that is no number, and its row from 1 on."""
+    for row, value in enumerate(values, 1):
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            return row, str(value)
+    return 1, str(values[0])
 
 
 def _column(path: Path, column: str | None) -> Any:

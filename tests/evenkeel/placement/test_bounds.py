@@ -23,6 +23,7 @@ def request_of(table: dict[str, Any]) -> PlanRequest:
     [
         ({"rows": 0}, "rows", "give a whole number from 1 to 1000000000000"),
         ({"rows": True}, "rows", "whole number"),
+        ({"rows": "400m"}, "rows", "without quotes unless it has a unit"),
         ({"ids_per_sample": float("nan")}, "ids_per_sample", "give a number from 0 to 1e\\+06"),
         ({"ids_per_sample": 10**400}, "ids_per_sample", "below 1e308"),
         ({"score_words": 3}, "score_words", "use one of: 1, 2"),
