@@ -31,16 +31,16 @@ from rich.table import Table
 from benchmarks.harness.results import write
 from benchmarks.peers.checkouts import commit_of
 from evenkeel.partitioning import partition, warm_up
-from examples.datasets import LogNormalLengths, ZipfLengths
+from examples.datasets import Lengths, LogNormalLengths, ZipfLengths
 from examples.hstu.model import ModelOptions
 
 RANKS, SAMPLES = (8, 64, 512, 4096), (8, 32, 128, 512)
 MOST = 1 << 19  # samples of a cell
 SEEDS, DRAWN = 3, 1 << 18  # draws of a cell: as many, or as give so many samples
 YAMBDA = LogNormalLengths(mean=math.exp(7.90 + 1.07**2 / 2), sigma=1.07, maximum=27_738)  # its published moments
-LENGTHS = {"zipf": ZipfLengths(exponent=1.2, maximum=4096), "lognormal": LogNormalLengths(maximum=4096)} | {
-    "yambda": YAMBDA
-}
+LENGTHS: dict[str, Lengths] = {
+    "zipf": ZipfLengths(exponent=1.2, maximum=4096), "lognormal": LogNormalLengths(maximum=4096), "yambda": YAMBDA,
+}  # fmt: skip
 
 Decide = Callable[[NDArray[np.int64], int], NDArray[np.int64]]  # from costs and a number of ranks to ranks
 
@@ -108,7 +108,8 @@ def _decide(
     balancers = {"evenkeel": lambda c, k: partition(c, homes, k, sizes=tokens).destinations} | peers
     found = {"as loaded": _figures(homes, costs, tokens, homes, num_ranks, ours.lower_bound)}
     for name, balancer in balancers.items():
-        times, took = [], 0.0
+        times: list[float] = []
+        took = 0.0
         while len(times) < 3 and took < 1.0:
             began = time.process_time()
             ranks = balancer(costs, num_ranks)
@@ -157,8 +158,8 @@ def main() -> None:
     cells = itertools.product(LENGTHS, RANKS[:2] if options.quick else RANKS, SAMPLES)
     asked = [cell for cell in cells if cell[1] * cell[2] <= MOST]
     rows = [
-        measure(*cell, peers, seeds=1 if options.quick else max(1, min(SEEDS, DRAWN // (cell[1] * cell[2]))))
-        for cell in track(asked, console=console, transient=True)
+        measure(name, ranks, samples, peers, 1 if options.quick else max(1, min(SEEDS, DRAWN // (ranks * samples))))
+        for name, ranks, samples in track(asked, console=console, transient=True)
     ]
     show(rows, console)
     checkouts = {"recsys-examples": options.recsys_examples, "verl": options.verl}
