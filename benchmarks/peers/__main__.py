@@ -24,7 +24,6 @@ from rich.table import Table
 
 from benchmarks.harness.results import write
 from benchmarks.peers.cases import SHUFFLE_FLAGS, add_shuffle_flags
-from benchmarks.peers.checkouts import CheckoutError
 
 MEGABYTE = 1 << 20
 
@@ -33,8 +32,6 @@ def main() -> None:
     options = parse_arguments()
     try:
         found = summarize(_record(options), options.skip)
-    except CheckoutError as error:
-        sys.exit(f"peers: {error}")
     except subprocess.CalledProcessError:
         sys.exit("peers: the ranks failed; what they said is above")
     show(found, Console(width=150))

@@ -109,7 +109,10 @@ def what_if(
     for index, size in enumerate(hbm_bytes):
         require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
     watch = Watch(request.solver.time_limit_s, should_stop=should_stop, clock=clock)
-    base = plan(with_time(request, _SHARE * watch.left()), should_stop=should_stop, clock=clock)
+    try:
+        base = plan(with_time(request, _SHARE * watch.left()), should_stop=should_stop, clock=clock)
+    except TimeIsUpError:  # to price the tables takes longer than that: the plan goes before all else
+        base = plan(with_time(request, watch.left()), should_stop=should_stop, clock=clock)
     saves: list[float | None] = [None, None]
     curves: dict[int, list[CurvePoint]] = {0: [], 1: []}
     with contextlib.suppress(TimeIsUpError):

@@ -44,6 +44,7 @@ REQUIRED_SECONDS = 30.0
 """How long `BalanceOptions.require_service` waits for a service that may be starting too."""
 # Of this round: they say nothing against the service.
 _REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED")
+_NO_MORE = 1 << 62  # what is wanted once no rounds come
 _LASTING = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", *_REFUSALS)
 _MOST_LOGGED = 100  # troubles, each once
 _OPTIONS = [
@@ -210,7 +211,7 @@ class Asker(Stage):
     def _move(self, step: Callable[[Breaker], Breaker]) -> None:
         with self._changed:
             before, breaker = self.breaker, step(self.breaker)
-            self.breaker, self._counters.breaker_open = breaker, self._channel is not None and not breaker.closed
+            self.breaker, self._counters.breaker_open = breaker, self._wanted < _NO_MORE and not breaker.closed
         if before.closed == breaker.closed:
             return
         self._counters.breaker_changes += 1
@@ -244,7 +245,7 @@ class Asker(Stage):
 
     def close(self) -> None:
         """Ends all calls."""
-        self.want(1 << 62)
+        self.want(_NO_MORE)
         with self._changed:
             channel, self._channel, self._counters.breaker_open = self._channel, None, False
         if channel is not None:

@@ -270,6 +270,7 @@ def take_communicators(membership: Membership, timeout: timedelta) -> Communicat
     gc.collect()  # streams dropped in cycles are closed by now on all ranks, not when each happens to collect them
     with _taking:
         kept = _kept.setdefault(world, {}).setdefault(membership, [])
+        peers = kept[0].peers if kept else None
         existing = next((one for one in kept if one.closed), None)
         if existing is not None:
             if not existing.free.wait(timeout.total_seconds()):
@@ -279,7 +280,7 @@ def take_communicators(membership: Membership, timeout: timedelta) -> Communicat
                 existing.free.clear()
                 return existing
             kept.remove(existing)
-        kept.append(_make(membership, timeout, kept[0].peers if kept else None))
+        kept.append(_make(membership, timeout, peers))
         return kept[-1]
 
 

@@ -122,8 +122,8 @@ class Pass:
         _ = self.taken  # lets go of batches that the loop has got
         self.latest = ticket
         pending = self._start(flats, ticket, directive)
-        self._moves.append(pending)
         self.started += 1
+        self._moves.append(pending)
         return pending
 
     def leave(self, *, out_of_order: bool = False) -> None:
@@ -209,6 +209,7 @@ class Pass:
         finally:
             while self._tickets:
                 self._forget()
+            self.started -= len(self._moves)
             self._moves.clear()
             self._drained.set()
 

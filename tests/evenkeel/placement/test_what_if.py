@@ -110,7 +110,7 @@ def test_the_next_gib_saves_what_planning_again_with_it_saves(sharding: Sharding
 
 
 def test_many_sizes_keep_the_time_limit_and_the_plan_is_answered_whatever_it_is() -> None:
-    for limit in (0.5, 2.0):
+    for limit in (1.0, 2.0):  # to price the tables takes 0.2 to 0.5 s
         asked = request(random_tables(50, 1), hbm_gib=4, host_gib=400, solver=SolverOptions(time_limit_s=limit))
         begin = time.process_time()
         answer = what_if(asked, points=256, host_points=256, clock=time.process_time)

@@ -171,9 +171,18 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     kind, state = cast(Any, type(value)), cast(Any, object.__getstate__(value))
     if type(state) is tuple:
         state = {**(state[0] or {}), **state[1]}
+    if missing := [name for name in _class_defaults(kind) if name not in (state or {})]:
+        state = {**(state or {}), **{name: getattr(value, name) for name in missing}}
     if state and (computed := _computed(kind, tuple(state))):
         return {name: item for name, item in state.items() if name not in computed}
     return state or {}
+
+
+@lru_cache(maxsize=1024)
+def _class_defaults(kind: Any) -> tuple[str, ...]:
+    """Fields of a dataclass whose values `__init__` leaves to the class."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(one.name for one in fields if not one.init and one.default is not dataclasses.MISSING)
 
 
 @lru_cache(maxsize=1024)

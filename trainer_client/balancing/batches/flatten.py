@@ -173,7 +173,7 @@ def find_lengths(batch: Any, path: str) -> torch.Tensor:
     if isinstance(batch, FlatBatch):
         return torch.from_numpy(batch.lengths_of(path).copy())
     value = lookup(batch, path)
-    is_jagged = is_torchrec(type(value), "JaggedTensor", "KeyedJaggedTensor")
+    is_jagged = is_torchrec(type(value), "JaggedTensor")
     if is_jagged or (isinstance(value, torch.Tensor) and value.is_nested):
         if reason := jagged_refusal(value, path):
             raise BatchError(reason)

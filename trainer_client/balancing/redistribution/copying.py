@@ -198,8 +198,9 @@ def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> F
     if len(whole) == 1 and chosen[whole[0]].size == batches[whole[0]].num_samples:
         return batches[whole[0]]
     structure = batches[0].structure
+    devices = [batch.device for batch in batches]  # refuses a batch on several
     if structure.on_host:
-        device = next((batch.device for batch in batches if batch.device is not None), torch.device("cpu"))
+        device = next((device for device in devices if device is not None), torch.device("cpu"))
         batches = [batch.to(device) for batch in batches]
     lengths = np.concatenate([batch.lengths[samples] for batch, samples in zip(batches, chosen, strict=True)])
     totals = lengths.sum(axis=0)

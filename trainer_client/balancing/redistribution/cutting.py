@@ -20,6 +20,7 @@ def cut(flat: FlatBatch, cuts: Cuts) -> FlatBatch:
     """
     leaves, roles = flat.structure.leaves, flat.roles
     assert roles is not None, "no sequence is declared"
+    assert (roles > 0).any() or len(cuts) == flat.num_samples, "no field of the sequence is there"
     assert cuts.num_samples == flat.num_samples, "cuts of another batch"
     lengths = part_lengths(flat.lengths, cuts, roles)
     totals = lengths.sum(axis=0)

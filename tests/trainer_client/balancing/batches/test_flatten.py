@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,6 +114,20 @@ def test_numbers_come_in_the_order_of_their_tensors_from_wherever_they_are() -> 
         assert [part.tolist() for part in Coming(tensors).get()] == [one.tolist() for one in tensors]
 
 
+@dataclass
+class Scaled:
+    """A field that `__init__` leaves to the class."""
+
+    x: torch.Tensor
+    scale: object = field(init=False, default=2.0)
+
+
+def test_what_a_class_leaves_to_its_default_is_part_of_a_batch() -> None:
+    with pytest.raises(BatchError, match="'scale' is a float"):
+        flatten(Scaled(x(3)))
+    assert flatten(Scaled(x(3)), spec=BatchSpec(shared={"scale"})).unflatten().scale == 2.0
+
+
 def test_lengths_by_path() -> None:
     batch = {"deep": Pair(x(3), [keyed(), TensorDict({"n": x(3)}, [3])]), "array": np.arange(3), "texts": ["a"] * 3}
     for source in (batch, flatten(batch)):
@@ -120,6 +135,8 @@ def test_lengths_by_path() -> None:
         assert read_lengths(source, "deep.left").tolist() == [10, 11, 12]
         assert read_lengths(source, "deep.right.1.n").tolist() == [10, 11, 12]
         assert read_lengths(source, "array").tolist() == [0, 1, 2]
+        with pytest.raises(BatchError, match=r"'deep.right.0' "):  # which key?
+            read_lengths(source, "deep.right.0")
         with pytest.raises(BatchError, match="'texts' is a list"):  # of pickles, whose lengths mean nothing
             read_lengths(source, "texts")
     with pytest.raises(BatchError, match=r"the batch has no 'deep.right.1.m': .* in a dict of n"):

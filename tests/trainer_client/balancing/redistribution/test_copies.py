@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.references.redistribution import gather_samples
 from evenkeel.partitioning.slices import Slice, slice_plan
 from tests.trainer_client.random_batches import Case, assert_same, cases
+from trainer_client.balancing.batches import BatchError, flatten
 from trainer_client.balancing.redistribution import copying
 from trainer_client.balancing.redistribution.copies import WHOLE, Amounts, FieldTable, describe_samples, measure
 from trainer_client.balancing.redistribution.copying import pick
@@ -32,6 +34,15 @@ def test_picked_samples_are_those_of_plain_indexing(case: Case, seed: int, most:
         found = pick(case.batches, chosen)
     wanted = [(index, int(sample)) for index, samples in enumerate(chosen) for sample in samples]
     assert_same(found, gather_samples(case.batches, wanted))
+
+
+def test_a_batch_on_several_devices_is_refused() -> None:
+    flat = flatten({"a": torch.zeros(4), "b": torch.zeros(4)})
+    spread = flat.rebuild(
+        [flat.tensors[0], flat.tensors[1].to("meta")], num_samples=4, totals=flat.totals, lengths=flat.lengths
+    )
+    with pytest.raises(BatchError, match=r"on several devices: 'a' on cpu, 'b' on meta; move it to one"):
+        pick([spread, spread], [np.array([0]), np.array([1])])
 
 
 @settings(max_examples=20, deadline=None)
