@@ -106,6 +106,8 @@ class Asker(Stage):
         assert config.credentials is not None
         self._address, self._credentials = check_address(config.address), config.credentials
         self._name, self._timeout = config.loader, config.options.timeout.total_seconds()
+        # The other ranks wait meanwhile, in a collective.
+        self._required_seconds = min(REQUIRED_SECONDS, config.options.collective_timeout.total_seconds() / 3)
         self._counters = counters
         self._changed = threading.Condition()
         self._wanted = -1
@@ -225,10 +227,11 @@ class Asker(Stage):
 
     def require(self) -> None:
         """Waits until the service has answered once; `ServiceRequiredError` where it does not, or will not."""
-        until, why = time.monotonic() + REQUIRED_SECONDS, "no answer"
-        while time.monotonic() < until:
+        until, why = time.monotonic() + self._required_seconds, "no answer"
+        while (left := until - time.monotonic()) > 0:
             try:
-                self._method("GetServerInfo")(b"", timeout=5.0, metadata=self._credentials.metadata(self._address))
+                metadata = self._credentials.metadata(self._address)
+                self._method("GetServerInfo")(b"", timeout=min(5.0, left), metadata=metadata)
                 return
             except ValueError as error:
                 why = str(error)

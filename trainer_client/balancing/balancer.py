@@ -19,7 +19,7 @@ from trainer_client.balancing.errors import NoDataError
 from trainer_client.balancing.groups import Ranks, read_membership
 from trainer_client.balancing.options import BalanceOptions, StreamConfig
 from trainer_client.balancing.rounds import Ticket
-from trainer_client.balancing.stream import BatchStream
+from trainer_client.balancing.stream import BatchStream, check_device
 from trainer_client.launchers import read_launch
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
@@ -54,8 +54,9 @@ class Balancer:
         membership = read_membership(process_group, peers)  # also what a default group would hide
         group = group if group is not None or membership is None else membership.group_name
         group = "default" if group is None else group
-        for field, value in (("job", job), ("group", group)):
-            if not value or len(value) > 200 or not value.isprintable():
+        names: dict[str, Any] = {"job": job, "group": group}
+        for field, value in names.items():
+            if not isinstance(value, str) or not value or len(value) > 200 or not value.isprintable():
                 raise ValueError(f"{field} is {value!r}; give a name of 1 to 200 printable characters")
         read_launch()  # what it says in vain is refused here, where all ranks are, not where rank 0 names a session
         if address is not None:
@@ -245,8 +246,10 @@ class Balancer:
             of all ranks are over: no rank has data left, or one has left its loop.
 
         Raises:
+            ValueError: If this rank does not have the device.
             ProgramOrderError: If one redistributes its batches in another order than it submitted them; on all ranks.
         """
+        check_device(device)
         stream = self.stream(loader)
         spec = self._specs.get(loader) if spec is None else spec
         directive = stream.directive(ticket)

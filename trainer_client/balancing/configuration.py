@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from evenkeel.partitioning.registry import STRATEGIES
 from trainer_client.balancing import BalanceOptions
 from trainer_client.balancing.costs import make_cost
 from trainer_client.balancing.pipelines import PIPELINES
@@ -88,7 +87,6 @@ def _options(section: Any) -> BalanceOptions:
                 values[key] = timedelta(seconds=values[key])
             except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(f"{key} is {value!r}; give seconds as a number") from error
-    STRATEGIES.check(values.get("strategy", defaults.strategy))
     return BalanceOptions(**values)
 
 

@@ -15,17 +15,19 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import BatchSpec
+from trainer_client.balancing.batches.spec import check_spec
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
 from trainer_client.balancing.directive import Directive
 from trainer_client.balancing.errors import NoDataError, ProgramOrderError
+from trainer_client.balancing.reading import check_seconds
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, Reason, RoundReport
 from trainer_client.balancing.resume import LoaderState, Resumed, check_resumed, state_for
 from trainer_client.balancing.rounds import Ticket
 from trainer_client.balancing.source import Position, Source, sampler_of, tell_epoch
 from trainer_client.balancing.splitting import Splits, warn_of_unasked_splits
-from trainer_client.balancing.stream import BatchStream, Pass
+from trainer_client.balancing.stream import BatchStream, Pass, check_device
 from trainer_client.checks import is_whole
 
 logger = logging.getLogger(__name__)
@@ -113,9 +115,13 @@ class BalancedLoader(Generic[B]):
                 dropped too. `counters.dropped_samples` counts what was loaded. It holds if any rank's loader has it.
 
         Raises:
-            ValueError: If the balancer is none, a function is none, or the name is no text.
+            ValueError: If the balancer is none, a function is none, the spec is no `BatchSpec`, this rank does not have
+                the device, or the name is no text.
+            TypeError: If the loader is no iterable.
         """
-        _check(balancer, cost, memory, name)
+        _check(loader, balancer, cost, memory, name)
+        check_spec(spec)
+        check_device(device)
         self.loader = loader
         self.balancer = balancer
         self.name = name
@@ -154,7 +160,7 @@ class BalancedLoader(Generic[B]):
         it. `StepTimer(device, loader=loader)` calls it.
 
         Args:
-            seconds: That it took; ignored if that is no positive number.
+            seconds: That it took, 0 to 86,400; with 0 nothing is noted.
             load: Of the batch, its `report.own_load`; default: of the batch that was yielded last.
             late: Seconds from the loop's request for the batch until the device had it, without those in which the
                 host waited for other ranks (`counters.exposed_seconds`). A rank whose batches come later than the
@@ -162,7 +168,11 @@ class BalancedLoader(Generic[B]):
             loading: Seconds in which the host waited meanwhile for the wrapped loader (`counters.loading_seconds`).
             loop: Seconds from the end of the step before until that request, in which the loop did something else.
             terms: (terms,) of a `LearnedCost`, summed over the batch; default, as for the load: of the latest batch.
+
+        Raises:
+            ValueError: If `seconds` is no such number.
         """
+        check_seconds(seconds)
         if load is None:
             load = self.report.timed_load
             terms = self.summed_terms.latest if terms is None and self.summed_terms is not None else terms
@@ -408,7 +418,7 @@ class _Loop:
             started = time.perf_counter()
             batch: Any = next(source, _NO_MORE)
             stream.counters.loading_seconds += time.perf_counter() - started
-            stream.open(None if batch is _NO_MORE else batch, loader._spec, loader._device)
+            stream.open([] if batch is _NO_MORE else [batch], loader._spec, loader._device)
             self._collected.append(batch)
             if len(self._collected) < stream.options.window:
                 continue
@@ -450,7 +460,9 @@ class _Loop:
         return _Moving(pending, directive.reports[batch], directive.splits(batch), progress)
 
 
-def _check(balancer: object, cost: object, memory: object, name: object) -> None:
+def _check(loader: object, balancer: object, cost: object, memory: object, name: object) -> None:
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"loader is {loader!r}; give an iterable of batches, such as a DataLoader")
     if not isinstance(balancer, Balancer):
         raise ValueError(
             f"balancer is {balancer!r}; make one with Balancer.connect(address), Balancer.embedded() or "

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evenkeel.partitioning.problem import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range
+from evenkeel.partitioning.registry import STRATEGIES
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.checks import is_number, is_whole
@@ -26,7 +27,7 @@ class BalanceOptions:
     """Options of a stream of batches.
 
     Attributes:
-        strategy: Partitioning strategy by name (`minimal_move`, `karmarkar_karp`, `lpt`).
+        strategy: Partitioning strategy by name (docs/train/loop.md).
         counts: `equal`: every rank trains floor or ceil of the mean number of samples; `free`: any number.
         min_samples: Samples that each rank trains at least, while the global batch has as many for all ranks: 1 keeps
             ranks from empty batches, which some models cannot compute. It holds in every mode, also where nothing is
@@ -53,8 +54,8 @@ class BalanceOptions:
         split: When a sample that outweighs a rank's share is split over several, or fits none: the model's attention
             must be able to work over pieces then (docs/train/giants.md). `None`: samples stay whole.
         require_service: Whether a job that does not reach the service at the start ends there: at once when the cause
-            does not pass by itself (authentication, certificates, versions), else after 30 s. Later outages are bridged
-            as ever.
+            does not pass by itself (authentication, certificates, versions), else after 30 s, or a third of
+            `group_timeout` where that is less. Later outages are bridged as ever.
         group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails; at least
             twice `timeout`.
         of_rounds: What a round's plan depends on; follows from the others.
@@ -77,8 +78,8 @@ class BalanceOptions:
     of_rounds: RoundOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        STRATEGIES.check(self.strategy)
         for name, fits, remedy in (
-            ("strategy", bool(self.strategy), "the name of one, for example 'minimal_move'"),
             ("counts", self.counts in get_args(Counts), f"one of {', '.join(get_args(Counts))}"),
             ("min_samples", is_whole(self.min_samples) and 0 <= self.min_samples < 2**31, "a number of samples, or 0"),
             ("tolerance", _is_in(TOLERANCE, self.tolerance), f"a share of the lower bound, {TOLERANCE}"),

@@ -150,6 +150,8 @@ class Pass:
         try:
             if self._device is None:
                 self._device = self._goes_to(self._tickets[0].flats if self._tickets else (), None)
+            if not _is_here(self._device):
+                self._device = torch.device("cpu")  # where all can be dropped
             since = _queued_by_now(self._device)
             leaver = threading.Thread(target=self._drain, args=(since,), name="evenkeel-leave", daemon=True)
             leaver.start()
@@ -339,10 +341,10 @@ class BatchStream:
         except Exception as other:
             logger.debug("%s: the stream did not open: %s", self._config.loader, other)
 
-    def open(self, first: Any | None, spec: BatchSpec | None, device: Device) -> None:
-        """Meets all ranks, unless they have, as the first submission does; `first` is submitted later. Collective."""
+    def open(self, batches: Sequence[Any], spec: BatchSpec | None, device: Device) -> None:
+        """Meets all ranks, unless they have, as the first submission does; `batches` come later. Collective."""
         if self._opened is None:
-            self._open(None if first is None else flatten(first, spec), device)
+            self._open(flatten(batches[0], spec) if batches else None, device)
 
     def submit_window(
         self,
@@ -545,9 +547,9 @@ class BatchStream:
             raise error
         self._opened = self._opening.opened
         self._opening, self._patience = None, self._opened.options.patience
-        load_on_device("cuda" if device is None and self._opened.to_gpu else device)
         self._leave_unopened(self._opened, self._patience)
-        current.enter(self._opened)
+        current.enter(self._opened)  # before what may fail here, as the others are in it and are to hear of it
+        load_on_device("cuda" if device is None and self._opened.to_gpu else device)
         return self._opened
 
     def _leave_unopened(self, opened: Opened, seconds: float) -> None:
@@ -591,6 +593,25 @@ class BatchStream:
         if (ticket := self._pass.in_flight(self._opened.options.depth)) is not None:
             self._wait(ticket)  # whose directive may bring the fit of the round to come
         cost.fit = self._opened.rounds.fit_at(self._pass.next_round)
+
+
+def check_device(device: Any) -> None:
+    """Raises `ValueError` if batches cannot be put there by this rank."""
+    try:
+        here = _is_here(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; give 'cpu', 'cuda' or 'cuda:N', or leave it out") from error
+    if not here:
+        raise ValueError(
+            f"device is {str(device)!r}, and this rank sees {torch.cuda.device_count()} GPUs; give one that it has, or "
+            "'cpu', or leave device out: batches then stay where the loader puts them"
+        )
+
+
+def _is_here(device: Device) -> bool:
+    """Whether this rank has a device; asks without a CUDA context, as workers may be forked later."""
+    where = None if device is None else torch.device(device)
+    return where is None or where.type != "cuda" or (where.index or 0) < torch.cuda.device_count()
 
 
 def _first_of(flats: Sequence[FlatBatch]) -> FlatBatch:

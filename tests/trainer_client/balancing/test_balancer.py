@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch
-from trainer_client import BalancedLoader, Balancer
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
+from trainer_client.balancing.batches import BatchError
+from trainer_client.balancing.errors import ServiceRequiredError
 
 
 def constrained(rank: int, address: str | None) -> tuple[list[float], list[str]]:
@@ -70,6 +73,16 @@ def test_schemas_that_differ_are_an_error_on_all_ranks_that_shows_both(job: Any)
     assert all(word in str(error) for error in errors for word in wanted)
 
 
+def nothing_first(_: int) -> None:
+    with Balancer.embedded() as balancer:
+        list(BalancedLoader([None, torch.arange(3)], balancer, cost=lambda batch: batch))
+
+
+def test_a_first_batch_that_is_none_is_refused_as_a_later_one() -> None:
+    errors = run_ranks(2, nothing_first, check=False)
+    assert [type(error) for error in errors] == [BatchError] * 2, errors
+
+
 def on_two_hosts(rank: int, address: str | None) -> list[int]:
     import os
 
@@ -103,8 +116,60 @@ def test_a_malformed_address_is_refused(address: str) -> None:
 
 
 def test_a_job_needs_a_name() -> None:
-    with pytest.raises(ValueError, match="job is ''"):
-        Balancer.connect("balancer:50051", job="")
+    for job in ("", 3):
+        with pytest.raises(ValueError, match=f"job is {job!r}; give a name"):
+            Balancer.connect("balancer:50051", job=job)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"loader": None}, "loader is None; give an iterable of batches"),
+        ({"loader": 5}, "loader is 5; give"),
+        ({"spec": {"items": "n"}}, "spec is {'items': 'n'}; give a BatchSpec"),
+        ({"device": "gpu"}, "device is 'gpu'; give 'cpu', 'cuda'"),
+        ({"device": "cuda:99"}, "device is 'cuda:99', and this rank sees"),
+    ],
+)
+def test_a_loader_is_refused_before_its_first_loop(wrong: dict[str, Any], words: str) -> None:
+    given: Any = {"loader": [], "balancer": Balancer.embedded(), "cost": cost_of} | wrong
+    with pytest.raises((TypeError, ValueError), match=words):
+        BalancedLoader(**given)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, "a", "1", None, 1e300, torch.ones(2)])
+def test_a_time_that_is_none_is_refused(seconds: Any) -> None:
+    loader = BalancedLoader[Any]([], Balancer.embedded(), cost=cost_of)
+    with pytest.raises(ValueError, match=r"seconds is .*; give the seconds that a batch took, 0 to 86400"):
+        loader.took(seconds)
+
+
+def without_a_service(_: int) -> None:
+    options = BalanceOptions(require_service=True, group_timeout=timedelta(seconds=6))
+    with Balancer.connect("127.0.0.1:9", job="required", options=options) as balancer:
+        list(BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch))
+
+
+def test_a_service_that_is_required_and_not_there_is_an_error_on_all_ranks_in_time() -> None:
+    errors = run_ranks(2, without_a_service, check=False)
+    assert [type(error) for error in errors] == [ServiceRequiredError] * 2, errors
+    assert "127.0.0.1:9 does not serve" in str(errors[1])
+
+
+def submitted_to_a_device_that_is_not_there(_: int) -> int:
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader([torch.arange(4)] * 3, balancer, cost=lambda batch: batch)
+        list(loader)
+        stream = balancer.stream()
+        stream.begin(by_hand=True)
+        ticket = stream.submit_window([torch.arange(4)], cost=lambda batch: batch, device="cuda:99")
+        with pytest.raises(Exception, match=r"CUDA|device"):
+            stream.start(ticket, stream.directive(ticket), "cuda:99").wait()
+        return len(list(loader))
+
+
+def test_the_loop_after_one_whose_device_was_not_there_goes_on() -> None:
+    assert run_ranks(2, submitted_to_a_device_that_is_not_there) == [3, 3]
 
 
 def test_report_before_the_first_batch_tells_what_to_do() -> None:

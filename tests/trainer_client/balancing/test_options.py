@@ -14,7 +14,9 @@ from trainer_client.balancing.options import BalanceOptions
     ("field", "value", "words"),
     [
         ("counts", "even", "use one of equal, free"),
-        ("strategy", "", "use the name of one"),
+        ("strategy", "", "choose one of karmarkar_karp, lpt, minimal_move, plain"),
+        ("strategy", "best", ""),
+        ("strategy", ["lpt"], ""),
         ("tolerance", -0.1, "use a share of the lower bound, 0 to 1"),
         ("tolerance", float("nan"), ""),
         ("tolerance", "0.1", ""),

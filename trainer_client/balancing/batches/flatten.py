@@ -16,7 +16,7 @@ from trainer_client.balancing.batches.padding import without_padding
 from trainer_client.balancing.batches.reading import reader_of
 from trainer_client.balancing.batches.refusals import jagged_refusal
 from trainer_client.balancing.batches.roles import check_items
-from trainer_client.balancing.batches.spec import BatchError, BatchSpec
+from trainer_client.balancing.batches.spec import BatchError, BatchSpec, check_spec
 
 _MAX_LENGTH = 2**31 - 1
 PLAIN = BatchSpec()
@@ -53,6 +53,7 @@ def flatten(
     """
     if isinstance(batch, FlatBatch):
         return batch
+    check_spec(spec)
     spec = spec if spec is not None else PLAIN
     contents = reader_of(spec).read(batch)
     structure, columns = contents.structure, contents.structure.columns

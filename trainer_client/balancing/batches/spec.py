@@ -114,6 +114,12 @@ class BatchSpec:
                     raise BatchError(f"{name}[{path!r}] is {value!r}; give {wanted}")
 
 
+def check_spec(spec: object) -> None:
+    """Raises `BatchError` if what shall declare a batch's fields does not."""
+    if spec is not None and not isinstance(spec, BatchSpec):
+        raise BatchError(f"spec is {spec!r}; give a BatchSpec, such as BatchSpec(rows_per_sample={{'items': 'count'}})")
+
+
 def _is_count(value: object) -> bool:
     return is_whole(value) and value >= 1  # type: ignore[operator]
 
