@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13140, 9500),
-    "services": (4548, 4500),
+    "evenkeel": (13144, 9500),
+    "services": (4550, 4500),
     "services/balancer": (1750, 2000),
     "trainer_client": (21112, 15000),
     "trainer_client/balancing": (11102, 8000),
-    "tests": (29278, 20000),
+    "tests": (29288, 20000),
     "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}

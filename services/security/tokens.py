@@ -80,6 +80,10 @@ class TokenStore:
         self._followed = Followed("token file", path, check_seconds=check_seconds, clock=clock)
         self._holders = dict(read_tokens(path))
 
+    def _read(self) -> None:
+        """While no other thread reads: none may put back what another has replaced."""
+        self._holders = dict(read_tokens(self._path))
+
     def authenticate(self, authorization: str | None, service: str) -> Identity:
         """The holder of the token in an `Authorization` header.
 
@@ -90,9 +94,7 @@ class TokenStore:
         Raises:
             AuthenticationError: If there is no token, or not one that holds here and now.
         """
-        fresh = self._followed.load(lambda: dict(read_tokens(self._path)))
-        if fresh is not None:
-            self._holders = fresh
+        self._followed.load(self._read)
         if not authorization:
             raise AuthenticationError("no token: send 'authorization: Bearer TOKEN'")
         scheme, _, token = authorization.partition(" ")

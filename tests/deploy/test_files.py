@@ -39,6 +39,11 @@ def test_images_hold_what_the_tests_ran_with(name: str) -> None:
         assert tested.get(package) == version, package
 
 
+def test_no_image_holds_torch() -> None:
+    for path in (ROOT / "requirements").glob("services-*.txt"):
+        assert "torch" not in path.read_text()
+
+
 @pytest.mark.parametrize("service", ["balancer-1", "balancer-2", "planner", "prometheus", "grafana"])
 def test_services_are_locked_down(service: str) -> None:
     found = compose()["services"][service]

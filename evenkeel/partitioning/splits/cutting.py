@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import kernel, step
-from evenkeel.partitioning.splits.samples import SpanCosts, cost_before
+from evenkeel.partitioning.splits.samples import SpanCosts
+from evenkeel.partitioning.splits.samples import step_before as _before
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-_before = step(cost_before)
 _HALVINGS = 60  # of the range in which the common level is
 
 

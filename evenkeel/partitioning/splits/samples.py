@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evenkeel.partitioning.compile import step
 from evenkeel.partitioning.problem import SPLIT_ABOVE, SPLIT_PRICE
 
 Numbers = NDArray[np.float64]
@@ -96,6 +97,9 @@ def cost_before(span: Any, position: Any) -> Any:
     seen = seen + np.maximum(position - history, 0.0) * (history + 1)
     targets = np.maximum(position - (span.positions - span.targets), 0.0)
     return span.per_position * position + span.per_pair * seen + span.per_target * targets
+
+
+step_before = step(cost_before)  # here, so that kernels are compiled again when it changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

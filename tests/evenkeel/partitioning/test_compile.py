@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -148,7 +149,9 @@ def test_a_kernel_is_compiled_again_when_one_that_it_calls_has_changed(tmp_path:
     (tmp_path / "adding.py").write_text("import numba\n@kernel\ndef add(a, b):\n    return a - b\n")
     assert digest(tmp_path) != before
     for dispatcher in _kernels().values():
-        folder = Path(dispatcher.py_func.__code__.co_filename).parent
+        file = Path(dispatcher.py_func.__code__.co_filename)
+        assert re.search(rb"^(@|\w+ = )(kernel|step)\b", file.read_bytes(), re.MULTILINE), f"{file} is in no digest"
+        folder = file.parent
         assert dispatcher._cache._cache_file._source_stamp == compiling._digest(folder)
 
 

@@ -253,7 +253,9 @@ def test_parts_keep_to_memory_caps(lengths: list[int], caps: list[float], above:
     how: dict[str, Any] = {"memory": spans.positions, "counts": "free"}
     plan = planned(spans, range(num_ranks), num_ranks, SplitOptions(above=above), memory_caps=caps, **how)[1]
     assert plan is not None
-    used = np.bincount(plan.parts["rank"], plan.parts["share"] * spans.positions[plan.parts["sample"]], num_ranks)
+    begins, ends = plan.parts["begin"], plan.parts["end"]
+    held = np.where(ends > 0, ends - begins, spans.positions[plan.parts["sample"]])
+    used = np.bincount(plan.parts["rank"], held, num_ranks)
     assert (used <= np.array(caps) * (1 + 1e-9)).all()
     tight = [0.2 * sum(lengths) / num_ranks] * num_ranks
     assert planned(spans, range(num_ranks), num_ranks, SplitOptions(), memory_caps=tight, **how)[1] is None
