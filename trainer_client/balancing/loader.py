@@ -20,7 +20,6 @@ from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
 from trainer_client.balancing.directive import Directive
 from trainer_client.balancing.errors import NoDataError, ProgramOrderError
-from trainer_client.balancing.reading import check_seconds
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, Reason, RoundReport
 from trainer_client.balancing.resume import LoaderState, Resumed, check_resumed, state_for
@@ -160,7 +159,7 @@ class BalancedLoader(Generic[B]):
         it. `StepTimer(device, loader=loader)` calls it.
 
         Args:
-            seconds: That it took, 0 to 86,400; with 0 nothing is noted.
+            seconds: That it took; ignored if that is no positive number.
             load: Of the batch, its `report.own_load`; default: of the batch that was yielded last.
             late: Seconds from the loop's request for the batch until the device had it, without those in which the
                 host waited for other ranks (`counters.exposed_seconds`). A rank whose batches come later than the
@@ -168,11 +167,7 @@ class BalancedLoader(Generic[B]):
             loading: Seconds in which the host waited meanwhile for the wrapped loader (`counters.loading_seconds`).
             loop: Seconds from the end of the step before until that request, in which the loop did something else.
             terms: (terms,) of a `LearnedCost`, summed over the batch; default, as for the load: of the latest batch.
-
-        Raises:
-            ValueError: If `seconds` is no such number.
         """
-        check_seconds(seconds)
         if load is None:
             load = self.report.timed_load
             terms = self.summed_terms.latest if terms is None and self.summed_terms is not None else terms

@@ -21,7 +21,6 @@ from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.splitting import Costs, check_divides, divisible_in_round
 
-MOST_SECONDS = 86_400  # of a batch: a day
 _MOST_ROWS = 1000
 _FIRST_ROWS = 10  # batches with times until the lead first hears of them, and then as many as the fit's options say
 
@@ -135,16 +134,6 @@ def digest_of_copy(flats: Sequence[FlatBatch], contribution: Contribution, *, va
                 plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
                 digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "little") or 1
-
-
-def check_seconds(seconds: Any) -> None:
-    """Raises `ValueError` if a user's time of a batch is none: a finite number, 0 to a day."""
-    try:
-        number = math.nan if isinstance(seconds, str) else float(seconds)
-    except (TypeError, ValueError, RuntimeError):  # no number, or a tensor of several
-        number = math.nan
-    if not 0 <= number <= MOST_SECONDS:
-        raise ValueError(f"seconds is {seconds!r}; give the seconds that a batch took, 0 to {MOST_SECONDS}")
 
 
 class Measured:

@@ -309,7 +309,8 @@ def test_a_token_is_asked_for_kept_and_given_up(opened: Page, tmp_path: Path) ->
         with page.answered():
             page.find("#token").send_keys("good-token", Keys.ENTER)
         assert not page.find("#login").is_displayed()
-        page.wait(lambda: "a step" in page.text("#headline"))
+        busy = "return document.querySelector('[aria-busy]')"
+        page.wait(lambda: "a step" in page.text("#headline") and not page.run(busy))
         assert "good-token" not in page.run("return location.href + JSON.stringify({ ...localStorage })")
         page.open_again()
         assert "a step" in page.text("#headline")
@@ -333,7 +334,8 @@ def test_a_service_that_goes_away_and_comes_back_is_asked_again(opened: Page) ->
         page.fill("#hbm", "1.4")
         page.wait(lambda: "cannot be reached. Trying again in" in page.text("#headline"))
         planner.start()
-        page.wait(lambda: "a step" in page.text("#headline"))
+        busy = "return document.querySelector('[aria-busy]')"
+        page.wait(lambda: "a step" in page.text("#headline") and not page.run(busy))
         assert "1.4 GiB" in (page.find("#curve svg").get_attribute("aria-label") or "")
         page.browser.get_log("browser")
 

@@ -137,13 +137,6 @@ def test_a_loader_is_refused_before_its_first_loop(wrong: dict[str, Any], words:
         BalancedLoader(**given)
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), -1.0, "a", "1", None, 1e300, torch.ones(2)])
-def test_a_time_that_is_none_is_refused(seconds: Any) -> None:
-    loader = BalancedLoader[Any]([], Balancer.embedded(), cost=cost_of)
-    with pytest.raises(ValueError, match=r"seconds is .*; give the seconds that a batch took, 0 to 86400"):
-        loader.took(seconds)
-
-
 def without_a_service(_: int) -> None:
     options = BalanceOptions(require_service=True, group_timeout=timedelta(seconds=6))
     with Balancer.connect("127.0.0.1:9", job="required", options=options) as balancer:
