@@ -210,8 +210,7 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
     options = [_options(request, index, fine, coarse, watch) for index in indices]
     shares_caches = is_fused and request.runtime is Runtime.TORCHREC
     cached = {(each.layout.sharding, each.dim) for own in options for each in own if each.mode is Mode.CACHING}
-    modules: dict[Module, int] = {}
-    cells: list[tuple[int, int, float, float, float]] = []
+    cells: list[tuple[int, int, Module, float, float, float]] = []
     for row, (index, own) in enumerate(zip(indices, options, strict=True)):
         table = request.tables[index]
         for each in own:
@@ -223,12 +222,15 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
                 agreements += _column_width(request, table, each.layout)
                 module = Module(each.layout, each.mode, each.ratio, agreements)
                 size = each.hbm + (width - each.dim) * each.slot_bytes
-                cells.append((row, modules.setdefault(module, len(modules)), each.seconds, size, each.host))
-    values = np.array(cells)
-    rows, columns = values[:, 0].astype(np.int64), values[:, 1].astype(np.int64)
+                cells.append((width if shares_caches else 0, row, module, each.seconds, size, each.host))
+    cells.sort(key=lambda cell: cell[0])  # of modules as fast as each other a search takes the first: the narrowest
+    modules = {module: column for column, module in enumerate(dict.fromkeys(cell[2] for cell in cells))}
+    rows = np.array([cell[1] for cell in cells])
+    columns = np.array([modules[cell[2]] for cell in cells])
+    values = np.array([cell[3:] for cell in cells])
     seconds = np.full((len(indices), len(modules)), np.inf)
     hbm, host = np.zeros(seconds.shape), np.zeros(seconds.shape)
-    seconds[rows, columns], hbm[rows, columns], host[rows, columns] = values[:, 2], *(values[:, 3:].T / UNIT)
+    seconds[rows, columns], hbm[rows, columns], host[rows, columns] = values[:, 0], *(values[:, 1:].T / UNIT)
     scale = np.array([whole_shards(request, module.layout) for module in modules]).T
     return Group(tuple(indices), tuple(modules), seconds, hbm, host, scale)
 

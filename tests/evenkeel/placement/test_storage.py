@@ -88,16 +88,17 @@ def test_torchrec_keeps_adam_state_with_the_weights() -> None:
 
 
 def test_torchrecs_caches_are_as_wide_as_the_widest_table_that_shares_them() -> None:
-    def narrow_bytes(*others: Table) -> int:
+    def narrow_bytes(*others: Table, last: bool = False) -> int:
         narrow = Table(name="n", rows=1_000_000, dim=32, ids_per_sample=0.1, modes=(Mode.CACHING,), ratio=0.5)
         machines = Topology(ranks=2, hbm_bytes=1 << 36)
         step = Step(samples_per_rank=8)
-        request = PlanRequest(tables=(narrow, *others), topology=machines, runtime=Runtime.TORCHREC, step=step)
-        return plan(request, clock=time.process_time).placements[0].hbm_bytes
+        tables = (*others, narrow) if last else (narrow, *others)
+        request = PlanRequest(tables=tables, topology=machines, runtime=Runtime.TORCHREC, step=step)
+        return plan(request, clock=time.process_time).placements[-last].hbm_bytes
 
     wide = Table(name="w", rows=1_000_000, dim=128, ids_per_sample=0.1)
     alone = narrow_bytes()
-    assert narrow_bytes(wide) == alone, "what may be cached is not"
+    assert narrow_bytes(wide) == narrow_bytes(wide, last=True) == alone, "what may be cached is not"
     assert narrow_bytes(replace(wide, modes=(Mode.CACHING,))) - alone == pytest.approx(
         250_000 * (128 - 32) * 4, abs=32 * 128 * 4 + 4096
     )
