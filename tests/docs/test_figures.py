@@ -116,7 +116,7 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
     "bucketize_h200": {"3.4": _bucketized(min), "196": _bucketized(max), "8.9": _bucketized(median)},
     "faults": {"1,129": lambda d: d["faults"], "0 samples lost": lambda d: sum(d["violations"].values())},
     "kills": {
-        "1,077": lambda d: sum(d["kills"].values()), "369": lambda d: d["runs_with_another_number_of_ranks"],
+        "1,046": lambda d: sum(d["kills"].values()), "375": lambda d: d["runs_with_another_number_of_ranks"],
         "173": lambda d: d["jobs_compared_bit_by_bit"], "0 samples lost": lambda d: d["lost"] + d["doubled"],
     },
     "programs": {"655": lambda d: d["right"]},
