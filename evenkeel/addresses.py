@@ -37,6 +37,8 @@ def check_address(address: str) -> str:
     Raises:
         ValueError: If it is none of them.
     """
+    if not isinstance(address, str):
+        raise ValueError(f"address is {address!r}; give a text host:port, for example 'balancer:50051'")
     bare = address.removeprefix("grpc://")
     if "://" in bare:
         raise ValueError(f"address is {address!r}; the balancer speaks gRPC: give host:port, or grpc://host:port")

@@ -52,9 +52,8 @@ def read_costs(values: Any, num_samples: int, *, what: str = "cost", world_size:
             "array with one number for each sample"
         ) from None
     if array.shape != (num_samples,):
-        raise ValueError(
-            f"{what} returned shape {array.shape} for {num_samples} samples; return one number for each sample"
-        )
+        given = f"shape {array.shape}" if array.ndim else repr(values)
+        raise ValueError(f"{what} returned {given} for {num_samples} samples; return one number for each sample")
     if num_samples == 0 or array.dtype.kind in "biu":
         if array.dtype == np.uint64 and num_samples and int(array.max()) > np.iinfo(np.int64).max:
             raise ValueError(f"{what} {int(array.max())} exceeds int64; use float64")

@@ -85,7 +85,8 @@ class LoaderState:
     def from_state(cls, state: Any, name: str) -> LoaderState:
         """Reads what `to_state` wrote; `ResumeError` if it is not the state of this loader, or of another version."""
         if not isinstance(state, dict) or "version" not in state:
-            raise ResumeError(f"state is {type(state).__name__}, not what BalancedLoader.state_dict gave; load that")
+            given = f"a dict with the keys {[*state]}" if isinstance(state, dict) else type(state).__name__
+            raise ResumeError(f"state is {given}, not what BalancedLoader.state_dict gave; load that")
         if state["version"] != VERSION:
             raise ResumeError(
                 f"state['version'] is {state['version']!r}, and this release reads {VERSION}; go on with the release "

@@ -149,7 +149,10 @@ def _watch(replicas: list[_Replica], job: str | None, interval: float, count: in
         while True:
             documents = [replica.look(job, max(5.0, interval)) for replica in replicas]
             if all("error" in document for document in documents):
-                raise RuntimeError("; ".join(f"no answer from {one['replica']}: {one['error']}" for one in documents))
+                failed = "; ".join(f"no answer from {one['replica']}: {one['error']}" for one in documents)
+                raise RuntimeError(
+                    f"{failed}; start a balancer (docker compose up), or name the HOST:PORT of its metrics"
+                )
             looks += 1
             if job and count == looks and not any(document.get("streams") for document in documents):
                 raise RuntimeError(f"there is no job {job!a} here; evenkeel top without --job shows those there are")
