@@ -223,19 +223,21 @@ class Pass:
         """Starts to move the samples of a ticket's next batch."""
         assert self.opened is not None
         batch = directive.batches[ticket.started]
-        # a batch without samples may have other fields than those before it
-        template = flats[0].empty() if not directive.reports[batch].samples and flats else directive.template
+        is_empty = not directive.reports[batch].samples  # on all ranks
+        template = flats[0].empty() if is_empty and flats else directive.template
         assert template is not None
         ticket.started += 1
         if ticket.started == len(directive.batches):
             self._forget()
         began = time.perf_counter()
-        samples = _samples_of(directive, flats, batch, template)
+        samples, piece = _samples_of(directive, flats, batch, template), directive.plan.slices[batch]
+        if is_empty:  # it may have other fields than the batches before it, of which the directive knows nothing
+            piece = replace(piece, source_totals=np.zeros((len(piece.sources), samples.num_jagged), np.int64))
         if (cuts := directive.plan.cuts_in(batch)) is not None:
             samples = cut(samples, cuts)
         communicators = self.opened.communicators
         group = communicators.data if communicators is not None and directive.moves else None
-        pending = start_moving(samples, directive.plan.slices[batch], group=group, device=self._device)
+        pending = start_moving(samples, piece, group=group, device=self._device)
         self._counters.redistribution_seconds += time.perf_counter() - began
         return pending
 
@@ -633,8 +635,7 @@ def _moves_nothing(ticket: Ticket) -> bool:
 
 def _samples_of(directive: Directive, flats: Sequence[FlatBatch], batch: int, template: FlatBatch) -> FlatBatch:
     """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
-    columns = directive.plan.slices[batch].source_totals.shape[1]
-    if batch < len(flats) and not directive.reports[batch].samples and flats[batch].num_jagged == columns:
+    if batch < len(flats) and not directive.reports[batch].samples:
         return flats[batch]  # as it was loaded: no rank knows better
     steps = directive.plan.steps
     if steps is None:
