@@ -203,8 +203,8 @@ def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Any) -> d
             return None
         plans = contenders(request, made)
         if not quickest:  # at other budgets of the same cell it is the same kind of plan
-            race = run_race(request, plans, job.seen, device, seconds=size.seconds)
-            quickest.append(next(one.name for one in race.measured if one.chosen))
+            _, measured = run_race(request, plans, job.seen, device, seconds=size.seconds)
+            quickest.append(next(one.name for one in measured if one.chosen))
         return _sharded(request, plans.get(quickest[0], made), device)
 
     def all_cached(hbm: int) -> Any:

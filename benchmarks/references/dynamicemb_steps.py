@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evenkeel.placement.access import power_law
-from evenkeel.placement.calibration import Measurement
+from evenkeel.placement.calibration import MeasuredStep
 from evenkeel.placement.model import Mode, Optimizer, Step, Table, Topology
-from evenkeel.placement.options import rank_load, table_options
+from evenkeel.placement.options import table_options
 from evenkeel.placement.request import PlanRequest
 
 ROWS = 8_000_000
@@ -52,11 +52,10 @@ def measured_request() -> PlanRequest:
     return PlanRequest(tables=tables, topology=topology, hardware="h200", step=Step(samples_per_rank=IDS))
 
 
-def measurement(request: PlanRequest, row: Row) -> Measurement:
+def measured_step(row: Row) -> MeasuredStep:
     """A measured row in the form that the fit takes."""
-    loads = tuple(rank_load(request, table) for table in request.tables)
-    rows = tuple(ROWS * row.ratio for _ in request.tables)
-    return Measurement(mode=row.mode, ratio=row.ratio, seconds=row.milliseconds / 1e3, loads=loads, cache_rows=rows)
+    seconds = row.milliseconds / 1e3
+    return MeasuredStep(mode=row.mode, ratio=row.ratio, seconds=seconds, tables=2, rows=ROWS, dim=128, ids=IDS)
 
 
 def predicted_mib(request: PlanRequest, row: Row) -> float:

@@ -29,6 +29,7 @@ LEAST_STEPS = 8
 SLOTS = {Runtime.TORCHREC: 32, Runtime.DYNAMICEMB: 1024}
 """Slots of a set of a cache: ways of FBGEMM's; a bucket of DynamicEmb's, which are larger where a table is a cache."""
 _POINTS = 160
+_DRIFT = 0.1
 _GOLDEN = 0.6180339887498949
 
 
@@ -50,6 +51,11 @@ class MeasuredCurve:
     drift: float
     lookups_per_step: float
     sampled_keys: int
+
+    @property
+    def is_drifting(self) -> bool:
+        """Whether popular keys changed so much that a plan may age."""
+        return self.drift > _DRIFT
 
 
 def miss_curve(trace: KeyTrace, rows: int, *, eviction: Eviction = Eviction.LRU, slots: int = 0) -> MeasuredCurve:

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.fields import Length, Range, Share, check_fields
+from evenkeel.placement.fields import Checked, Length, Range, Share, check_fields
 from evenkeel.placement.invalid_input import require
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,7 +26,7 @@ _MAX_BINS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Zipf:
+class Zipf(Checked):
     """Key `i` of `rows` keys is looked up with a probability proportional to `i ** -exponent`.
 
     Attributes:
@@ -35,9 +35,6 @@ class Zipf:
 
     kind: ClassVar[str] = "zipf"
     exponent: Annotated[float, Range(0, 10)] = 1.05
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topo
 from evenkeel.placement.options import rank_load
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.timing import RankLoad, fixed_seconds, mode_seconds
+from evenkeel.placement.timing import fixed_seconds, mode_seconds
 from evenkeel.placement.whole_step import (
     EXPONENT,
     MEASURED,
@@ -68,30 +68,13 @@ class MeasuredStep:
     access: Access | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitError:
-    """How well the fitted constants predict a step.
-
-    Attributes:
-        mode: Mode of the tables.
-        ratio: Fraction of the rows in HBM.
-        measured_s: Measured time.
-        predicted_s: Predicted time.
-    """
-
-    mode: Mode
-    ratio: float
-    measured_s: float
-    predicted_s: float
-
-
 def measured_steps(records: Sequence[Any]) -> tuple[MeasuredStep, ...]:
     """Steps from raw records, whose other fields are ignored.
 
     Raises:
         InvalidInputError: If a field is missing or wrong.
     """
-    return tuple(_read(MeasuredStep, record, f"steps[{index}]") for index, record in enumerate(records))
+    return _read(MeasuredStep, records, "steps")
 
 
 def measured_samples(records: Sequence[Any]) -> tuple[StepSample, ...]:
@@ -100,18 +83,20 @@ def measured_samples(records: Sequence[Any]) -> tuple[StepSample, ...]:
     Raises:
         InvalidInputError: If a field is missing or wrong.
     """
-    samples = tuple(_read(StepSample, record, f"whole_steps[{index}]") for index, record in enumerate(records))
+    samples = _read(StepSample, records, "whole_steps")
     for index, sample in enumerate(samples):
-        for name, value in (("seconds", sample.seconds), ("ranks", sample.ranks)):
-            field = f"whole_steps[{index}].{name}"
-            require(value > 0, field, value, "is none", "give a positive number")
+        field = f"whole_steps[{index}].seconds"
+        require(sample.seconds > 0, field, sample.seconds, "is none", "give a positive number")
     return samples
 
 
-def _read(kind: type[T], record: Any, where: str) -> T:
-    require(isinstance(record, dict), where, record, "is no object", "give the fields of a step")
-    known = {field.name for field in fields(cast(Any, kind))}
-    return decode(kind, {name: value for name, value in record.items() if name in known}, where)
+def _read(kind: type[T], records: Sequence[Any], where: str) -> tuple[T, ...]:
+    known, found = {field.name for field in fields(cast(Any, kind))}, []
+    for index, record in enumerate(records):
+        each = f"{where}[{index}]"
+        require(isinstance(record, dict), each, record, "is no object", "give the fields of a step")
+        found.append(decode(kind, {name: value for name, value in record.items() if name in known}, each))
+    return tuple(found)
 
 
 def with_whole_steps(
@@ -120,7 +105,7 @@ def with_whole_steps(
     """The profile with what TorchRec's steps take beside their tables, fitted to `samples`, all on as many ranks.
 
     Returns:
-        The profile, and the seconds that it predicts for each of them.
+        The profile, and the samples with the seconds that it predicts for each.
     """
     asked = [request_of(sample, profile) for sample in samples]
     plans = [plan(request) for request in asked]
@@ -137,7 +122,7 @@ def with_whole_steps(
 
 def calibrated_profile(
     base: HardwareProfile, raw: dict[str, Any], name: str, steps: dict[Runtime, Sequence[MeasuredStep]]
-) -> tuple[HardwareProfile, dict[Runtime, tuple[FitError, ...]]]:
+) -> tuple[HardwareProfile, dict[Runtime, tuple[tuple[MeasuredStep, float], ...]]]:
     """A profile with measured gather rates, and with constants fitted for every runtime that steps were measured of.
 
     Args:
@@ -145,6 +130,9 @@ def calibrated_profile(
         raw: What `trainer_client.planning.measuring.measure` returned.
         name: Name of the new profile.
         steps: Measured steps by runtime.
+
+    Returns:
+        The profile, and by runtime its steps with the seconds that the profile predicts for each.
 
     Raises:
         InvalidInputError: If the measurements are incomplete or impossible.
@@ -188,43 +176,35 @@ def _reached(
     return tuple((float(width), float(max(rate, scale * np.interp(width, widths, rates)))) for width, rate in measured)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """The steady-state time of a step of one module.
+def predictor(profile: HardwareProfile, runtime: Runtime, step: MeasuredStep) -> Callable[[RuntimeCosts], float]:
+    """What the model says of a measured step, by the constants of its runtime."""
+    access = step.access or power_law(EXPONENT, step.rows)
+    table = Table(name="table", rows=step.rows, dim=step.dim, optimizer=step.optimizer, access=access)
+    request = PlanRequest(
+        tables=(table,),
+        topology=Topology(ranks=1, hbm_bytes=max(1, profile.hbm_bytes)),
+        hardware=profile,
+        runtime=runtime,
+        step=Step(samples_per_rank=step.ids),
+    )
+    load, ratio = rank_load(request, table), np.array([step.ratio])
 
-    Attributes:
-        mode: Mode of the module.
-        ratio: Fraction of the rows in HBM.
-        seconds: Forward and backward of one step.
-        loads: What the step asks of each table of the module on this rank.
-        cache_rows: Rows of each table that HBM holds.
-    """
+    def seconds(costs: RuntimeCosts) -> float:
+        of_rows = mode_seconds(profile, costs, load, step.mode, ratio, step.rows * ratio)
+        return fixed_seconds(costs, step.mode) + step.tables * float(of_rows[0])
 
-    mode: Mode
-    ratio: float
-    seconds: float
-    loads: tuple[RankLoad, ...]
-    cache_rows: tuple[float, ...]
-
-
-def predict_seconds(profile: HardwareProfile, costs: RuntimeCosts, measurement: Measurement) -> float:
-    """What the model says of the step that `measurement` measured."""
-    total = fixed_seconds(costs, measurement.mode)
-    ratio = np.array([measurement.ratio])
-    for load, rows in zip(measurement.loads, measurement.cache_rows, strict=True):
-        total += float(mode_seconds(profile, costs, load, measurement.mode, ratio, np.array([rows]))[0])
-    return total
+    return seconds
 
 
 def fit_costs(
     profile: HardwareProfile,
-    measurements: Sequence[Measurement],
+    runtime: Runtime,
+    steps: Sequence[MeasuredStep],
     prior: RuntimeCosts = PRIOR,
     *,
-    scale_host: bool = False,
     weight: float = 0.15,
 ) -> RuntimeCosts:
-    """The constants that predict `measurements` best, by relative error, none of them far from `prior` for nothing.
+    """The constants that predict `steps` best, by relative error, none of them far from `prior` for nothing.
 
     Modes share launches and index, so what is expected beforehand are ratios: the fixed costs of CACHING and of tables
     in host memory over that of HBM_ONLY as in `prior`, and the factors of a row as they are there. Each costs the fit
@@ -233,18 +213,20 @@ def fit_costs(
 
     Args:
         profile: The machine.
-        measurements: Measured steps.
+        runtime: Its runtime; with TorchRec tables in host memory cost a factor on their rows instead of a fixed time of
+            their own.
+        steps: Measured steps.
         prior: What is expected.
-        scale_host: Whether tables in host memory cost a factor on their rows instead of a fixed time of their own.
         weight: Weight of what is expected.
 
     Raises:
         InvalidInputError: If there is no measurement, or one is not positive.
     """
-    require(len(measurements) > 0, "measurements", 0, "are none", "measure at least one mode")
-    for index, measurement in enumerate(measurements):
-        ok = math.isfinite(measurement.seconds) and measurement.seconds > 0
-        require(ok, f"measurements[{index}].seconds", measurement.seconds, "is no time", "give a positive number")
+    require(len(steps) > 0, "steps", 0, "are none", "measure at least one mode")
+    for index, step in enumerate(steps):
+        ok = math.isfinite(step.seconds) and step.seconds > 0
+        require(ok, f"steps[{index}].seconds", step.seconds, "is no time", "give a positive number")
+    predicted, scale_host = [predictor(profile, runtime, step) for step in steps], runtime is Runtime.TORCHREC
     factors = ["miss_factor", "contention_rows", "hybrid_hit", *(["host_factor"] if scale_host else [])]
     ratios = ["caching_fixed_s", *([] if scale_host else ["host_fixed_s"])]
     launch = max(prior.hbm_fixed_s, 1e-9)
@@ -264,7 +246,7 @@ def fit_costs(
 
     def residuals(logs: FloatArray) -> FloatArray:
         costs = costs_of(logs)
-        errors = [math.log(predict_seconds(profile, costs, m) / m.seconds) for m in measurements]
+        errors = [math.log(seconds(costs) / step.seconds) for seconds, step in zip(predicted, steps, strict=True)]
         return np.concatenate([errors, weights * (logs - expected)])
 
     upper = np.log([10.0, *([1e3] * len(ratios)), *(1.0 if name == "hybrid_hit" else 1e3 for name in factors)])
@@ -277,25 +259,16 @@ def fit_costs(
 
 def fit_runtime(
     profile: HardwareProfile, runtime: Runtime, steps: Sequence[MeasuredStep]
-) -> tuple[RuntimeCosts, tuple[FitError, ...]]:
+) -> tuple[RuntimeCosts, tuple[tuple[MeasuredStep, float], ...]]:
     """Constants of `runtime` that predict `steps` best, and how well they do.
 
     Raises:
         InvalidInputError: If there are no steps, or one is impossible.
     """
-    samples = [_measurement(profile, runtime, step) for step in steps]
     prior = profile.costs(runtime)
-    fitted = fit_costs(profile, samples, prior, scale_host=runtime is Runtime.TORCHREC)
-    errors = tuple(
-        FitError(
-            mode=step.mode,
-            ratio=step.ratio,
-            measured_s=step.seconds,
-            predicted_s=predict_seconds(profile, fitted, sample),
-        )
-        for step, sample in zip(steps, samples, strict=True)
-    )
-    return _of_kernels(fitted, prior, steps) if runtime is Runtime.TORCHREC else fitted, errors
+    fitted = fit_costs(profile, runtime, steps, prior)
+    predicted = tuple((step, predictor(profile, runtime, step)(fitted)) for step in steps)
+    return _of_kernels(fitted, prior, steps) if runtime is Runtime.TORCHREC else fitted, predicted
 
 
 def _of_kernels(fitted: RuntimeCosts, prior: RuntimeCosts, steps: Sequence[MeasuredStep]) -> RuntimeCosts:
@@ -312,23 +285,4 @@ def _of_kernels(fitted: RuntimeCosts, prior: RuntimeCosts, steps: Sequence[Measu
         hbm_fixed_s=prior.hbm_fixed_s,
         caching_fixed_s=prior.caching_fixed_s,
         host_fixed_s=prior.host_fixed_s,
-    )
-
-
-def _measurement(profile: HardwareProfile, runtime: Runtime, step: MeasuredStep) -> Measurement:
-    access = step.access or power_law(EXPONENT, step.rows)
-    table = Table(name="table", rows=step.rows, dim=step.dim, optimizer=step.optimizer, access=access)
-    request = PlanRequest(
-        tables=(table,),
-        topology=Topology(ranks=1, hbm_bytes=max(1, profile.hbm_bytes)),
-        hardware=profile,
-        runtime=runtime,
-        step=Step(samples_per_rank=step.ids),
-    )
-    return Measurement(
-        mode=step.mode,
-        ratio=step.ratio,
-        seconds=step.seconds,
-        loads=(rank_load(request, table),) * step.tables,
-        cache_rows=(step.rows * step.ratio,) * step.tables,
     )

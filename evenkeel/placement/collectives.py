@@ -16,79 +16,50 @@ go the same way as keys. What is counted is the traffic of a rank that holds a s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from evenkeel.placement.hardware import HardwareProfile
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.model import Sharding, Topology
+from evenkeel.placement.timing import RankLoad
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """What one rank exchanges about one table in a step.
+def exchange_seconds(
+    profile: HardwareProfile, topology: Topology, layout: Layout, load: RankLoad, table_bytes: int
+) -> float:
+    """Seconds a step of a rank that holds one shard of a table laid out in this way.
 
-    Attributes:
-        lookups: Lookups of its own samples, repeated keys included.
-        outputs: Output rows of its own samples.
-        key_bytes: Bytes that travel of one lookup: its key, and its weight if it has one.
-        row_bytes: Bytes of an output row of one shard.
+    Args:
+        profile: The links.
+        topology: The machines.
+        layout: How the table is spread.
+        load: What a step asks of the shard.
         table_bytes: Bytes of all of the table, without optimizer state.
-        pooled: Whether the lookups of a sample are added up.
-        training: Whether gradients are exchanged.
-        skew: Lookups of the fullest rank that keys are spread over, over the mean.
     """
-
-    lookups: float
-    outputs: float
-    key_bytes: int
-    row_bytes: int
-    table_bytes: int
-    pooled: bool
-    training: bool
-    skew: float = 1.0
-
-
-def exchange_seconds(profile: HardwareProfile, topology: Topology, layout: Layout, exchange: Exchange) -> float:
-    """Seconds a step of a rank that holds one shard of a table laid out in this way."""
     ranks, local = topology.ranks, topology.local_ranks
     if ranks == 1:
         return 0.0
-    links = _Links(profile, ranks, local)
-    passes = 2 if exchange.training else 1
-    keys = exchange.lookups * exchange.key_bytes
-    sums = exchange.outputs * exchange.row_bytes
-    if layout.sharding is Sharding.DATA_PARALLEL:
-        if not exchange.training:
-            return 0.0
-        return 2 * links.ring(exchange.table_bytes)
-    if layout.scope is Scope.RANK:
-        return links.all_to_all(keys + passes * sums)
-    if layout.scope is Scope.HOST:
-        inside = sums * ranks * (local - 1) / local / profile.intra_host_bytes_per_s
-        across = sums * (ranks // local - 1) / profile.inter_host_bytes_per_s
-        return links.all_to_all(exchange.skew * keys / local) + passes * (inside + across)
-    if exchange.pooled:
-        return links.all_to_all(exchange.skew * keys / ranks) + passes * links.ring(sums * ranks)
-    return links.all_to_all(exchange.skew * (keys + passes * sums) / ranks)
+    passes = 2 if load.training else 1
+    keys, rows = load.received * load.key_bytes, load.served * load.output_bytes  # from all ranks, and to all of them
 
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """The links of one rank."""
-
-    profile: HardwareProfile
-    ranks: int
-    local: int
-
-    def all_to_all(self, size: float) -> float:
+    def all_to_all(size: float) -> float:
         """Each rank exchanges `size` bytes with every other one, over both kinds of links at the same time."""
-        near, far = self.local - 1, self.ranks - self.local
-        return size * max(near / self.profile.intra_host_bytes_per_s, far / self.profile.inter_host_bytes_per_s)
+        return size * max(
+            (local - 1) / profile.intra_host_bytes_per_s, (ranks - local) / profile.inter_host_bytes_per_s
+        )
 
-    def ring(self, size: float) -> float:
+    def ring(size: float) -> float:
         """One way round a ring with `size` bytes on each rank."""
-        sent = size * (self.ranks - 1) / self.ranks
-        if self.ranks == self.local:
-            return sent / self.profile.intra_host_bytes_per_s
-        inside = sent * (self.local - 1) / self.local / self.profile.intra_host_bytes_per_s
-        return max(inside, sent / self.local / self.profile.inter_host_bytes_per_s)
+        sent = size * (ranks - 1) / ranks
+        if ranks == local:
+            return sent / profile.intra_host_bytes_per_s
+        inside = sent * (local - 1) / local / profile.intra_host_bytes_per_s
+        return max(inside, sent / local / profile.inter_host_bytes_per_s)
+
+    if layout.sharding is Sharding.DATA_PARALLEL:
+        return 2 * ring(table_bytes) if load.training else 0.0
+    if layout.scope is Scope.RANK or not load.pooled:
+        return all_to_all((keys + passes * rows) / ranks)
+    if layout.scope is Scope.HOST:
+        inside = rows * (local - 1) / local / profile.intra_host_bytes_per_s
+        across = rows / ranks * (ranks // local - 1) / profile.inter_host_bytes_per_s
+        return all_to_all(keys / ranks) + passes * (inside + across)
+    return all_to_all(keys / ranks) + passes * ring(rows)

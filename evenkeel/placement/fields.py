@@ -104,6 +104,15 @@ def check_fields(value: Any) -> None:
             object.__setattr__(value, name, _value(hint, getattr(value, name), name))
 
 
+class Checked:
+    """A dataclass whose fields are held to their annotations."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def encode(value: object) -> Any:
     """Dataclasses, enums and tuples as dictionaries, strings and lists. A union's member writes its `kind`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -11,8 +11,8 @@ from typing import Annotated, TypeAlias
 
 import numpy as np
 
-from evenkeel.placement.fields import Length, OneOf, Range, Share, check_fields, decode, encode
-from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.fields import Checked, Length, OneOf, Range, Share, check_fields, decode
+from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Bytes, Runtime
 
 PROFILE_VERSION = 1
@@ -26,7 +26,7 @@ Gather: TypeAlias = Annotated[tuple[tuple[Annotated[float, Range(0, 1e9, above=T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
+class StepCosts(Checked):
     """What a step takes beside the work of its tables, fitted to measured steps.
 
     An exchange is that of the tables of one module that are sharded alike: their keys, then rows and gradients.
@@ -48,9 +48,6 @@ class StepCosts:
     rows_host_s: Fixed = 0.0
     exchange_gpu_s: Fixed = 0.0
     copies: Factor = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,18 +220,9 @@ def builtin_profile(name: str) -> HardwareProfile:
 
 
 def parse_profile(value: object) -> HardwareProfile:
-    """A profile from the JSON value that `profile_json` gives.
+    """A profile from its JSON value.
 
     Raises:
         InvalidInputError: If a field is missing, unknown or impossible.
     """
-    try:
-        return decode(HardwareProfile, value)
-    except InvalidInputError as error:
-        raise error.under("hardware") from None
-
-
-def profile_json(profile: HardwareProfile) -> dict[str, object]:
-    """The profile as a JSON value."""
-    encoded: dict[str, object] = encode(profile)
-    return encoded
+    return decode(HardwareProfile, value, "hardware")

@@ -114,25 +114,6 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A shard of a placed table.
-
-    Attributes:
-        rank: The rank that holds it.
-        first_row: Its first row.
-        rows: Its rows; 0 where other ranks hold all.
-        first_column: Its first column.
-        columns: Its columns.
-    """
-
-    rank: int
-    first_row: int
-    rows: int
-    first_column: int
-    columns: int
-
-
 def column_blocks(placed: Placement, topology: Topology) -> tuple[tuple[int, ...], ...]:
     """For each block of columns of a table, the ranks that hold a part of its rows each.
 
@@ -148,24 +129,3 @@ def column_blocks(placed: Placement, topology: Topology) -> tuple[tuple[int, ...
         Sharding.GRID: topology.local_ranks,
     }.get(placed.sharding, 1)
     return tuple(ranks[first : first + width] for first in range(0, len(ranks), width))
-
-
-def shards(table: Table, placed: Placement, topology: Topology) -> tuple[Part, ...]:
-    """Every shard of `table`, block of columns by block of columns, and in each from the first rows on."""
-    blocks = column_blocks(placed, topology)
-    replicated = placed.sharding is Sharding.DATA_PARALLEL
-    columns = table.dim if replicated else table.dim // len(blocks)
-    found = []
-    for number, ranks in enumerate(blocks):
-        height = -(-table.rows // len(ranks))
-        for place, rank in enumerate(ranks):
-            first = min(table.rows, place * height)
-            part = Part(
-                rank=rank,
-                first_row=first,
-                rows=min(height, table.rows - first),
-                first_column=0 if replicated else number * columns,
-                columns=columns,
-            )
-            found.append(part)
-    return tuple(found)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Annotated, TypeAlias
 
 from evenkeel.placement.access import Access, Eviction, Zipf
-from evenkeel.placement.fields import Length, OneOf, Range, Share, check_fields
+from evenkeel.placement.fields import Checked, Length, OneOf, Range, Share, check_fields
 from evenkeel.placement.invalid_input import require
 
 MAX_ROWS = 10**12
@@ -147,6 +147,11 @@ class Table:
         return 4 if self.data_type is DataType.FLOAT32 else 2
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the whole table, without optimizer state."""
+        return self.rows * self.dim * self.value_bytes
+
+    @property
     def shardings(self) -> tuple[Sharding, ...]:
         """The ways of spreading the table to choose from."""
         return (self.sharding,) if isinstance(self.sharding, Sharding) else self.sharding
@@ -216,7 +221,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(Checked):
     """What one step of the job does.
 
     Attributes:
@@ -231,6 +236,3 @@ class Step:
     training: bool = True
     prefetch_depth: Annotated[int, Range(1, 64)] = 1
     dense_ms: Annotated[float, Range(0, 1e6)] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)

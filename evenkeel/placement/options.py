@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenkeel.placement.access import different_share, fullest_rank, step_keys
-from evenkeel.placement.collectives import Exchange, exchange_seconds
+from evenkeel.placement.collectives import exchange_seconds
 from evenkeel.placement.hardware import NARROW
 from evenkeel.placement.layouts import ROW_WISE, Layout, layouts
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
@@ -118,9 +118,10 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
         shards=shard.parts,
         embedding_bytes=shard.dim * table.value_bytes,
         output_bytes=shard.dim * _OUTPUT_BYTES,
-        key_bytes=_key_bytes(table),
+        key_bytes=12 if table.weighted else 8,
         row_bytes=stored,
         uncached_state_bytes=uncached,
+        pooled=table.pooled,
         training=step.training,
         prefetch_depth=step.prefetch_depth,
         local_ranks=request.topology.local_ranks,
@@ -136,8 +137,13 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: 
     profile, topology = request.profile, request.topology
     layout = layout or table_layouts(request, table)[0]
     costs, load = profile.costs(request.runtime), rank_load(request, table, layout)
-    shared = _shared_seconds(request, table, layout)
-    gradients = _gradient_bytes(request, table, layout)
+    shared, gradients = exchange_seconds(profile, topology, layout, load, table.weight_bytes), 0
+    if layout.sharding is Sharding.DATA_PARALLEL and request.step.training:
+        # A replica has a gradient as large as itself; sharded tables update rows in the backward pass. Gradients of all
+        # rows are cleared and read; weights and state of all rows are read and written.
+        state = table.rows * sum(state_bytes(table, table.dim, training=True))
+        gradients = table.weight_bytes
+        shared += (4 * table.weight_bytes + 2 * state) / profile.hbm_gather[-1][1]
     mean, dim = layout.mean(topology), layout.shard(table, topology).dim
     found: list[Option] = []
     for mode in allowed_modes(request, table, layout):
@@ -160,46 +166,6 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: 
 def _spills(request: PlanRequest) -> bool:
     """Whether a cache may be smaller than the rows of a step: FBGEMM reads those without a place where they are."""
     return request.runtime is Runtime.TORCHREC and request.step.prefetch_depth == 1
-
-
-def communication_seconds(request: PlanRequest, table: Table, layout: Layout) -> float:
-    """Seconds a step of the collectives of a shard of `table`."""
-    step, ranks = request.step, request.topology.ranks
-    own = table.ids_per_sample * step.samples_per_rank
-    parts = layout.shard(table, request.topology).parts
-    exchange = Exchange(
-        lookups=own,
-        outputs=float(step.samples_per_rank * table.features) if table.pooled else own,
-        key_bytes=_key_bytes(table),
-        row_bytes=layout.shard(table, request.topology).dim * _OUTPUT_BYTES,
-        table_bytes=table.rows * table.dim * table.value_bytes,
-        pooled=table.pooled,
-        training=step.training,
-        skew=fullest_rank(table.access, table.rows, own * ranks, parts),
-    )
-    return exchange_seconds(request.profile, request.topology, layout, exchange)
-
-
-def _key_bytes(table: Table) -> int:
-    """Of one lookup: a key of 8, and a weight of 4."""
-    return 12 if table.weighted else 8
-
-
-def _shared_seconds(request: PlanRequest, table: Table, layout: Layout) -> float:
-    """Seconds a step that a shard costs in every mode: its collectives, and the dense optimizer of a replica."""
-    seconds = communication_seconds(request, table, layout)
-    if layout.sharding is Sharding.DATA_PARALLEL and request.step.training:
-        # Gradients of all rows are cleared and read; weights and state of all rows are read and written.
-        follows, pinned = state_bytes(table, table.dim, training=True)
-        touched = 4 * table.dim * table.value_bytes + 2 * (follows + pinned)
-        seconds += table.rows * touched / request.profile.hbm_gather[-1][1]
-    return seconds
-
-
-def _gradient_bytes(request: PlanRequest, table: Table, layout: Layout) -> int:
-    """A replica has a gradient as large as itself; sharded tables update rows in the backward pass."""
-    replicated = layout.sharding is Sharding.DATA_PARALLEL and request.step.training
-    return table.rows * table.dim * table.value_bytes if replicated else 0
 
 
 def _ratios_of(mode: Mode, table: Table, grid: FloatArray) -> FloatArray:

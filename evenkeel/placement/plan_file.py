@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
 
-from evenkeel.placement.fields import Length, Range, check_fields, decode, encode
+from evenkeel.placement.fields import Checked, Length, Range, decode, encode
 from evenkeel.placement.hardware import Gather, HardwareProfile
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Mode, Runtime
@@ -24,11 +26,12 @@ _PRIOR = 0.3
 _FARTHEST = 10.0
 """A correction is at most this factor either way: a figure that is further off was taken of something else."""
 
+FloatArray = npt.NDArray[np.float64]
 Time = Annotated[float, Range(0, 3600)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredPlan:
+class MeasuredPlan(Checked):
     """A plan that was trained for some steps.
 
     Attributes:
@@ -46,9 +49,6 @@ class MeasuredPlan:
     dense_ms: Annotated[float, Range(0, 3.6e6)] = 0.0
     predicted: dict[str, float] = field(default_factory=dict)
     chosen: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def seconds_by_mode(plan: Plan) -> dict[str, float]:
@@ -82,13 +82,12 @@ def correction_factors(measured: Sequence[MeasuredPlan]) -> dict[str, float]:
     parts = np.array([[m.predicted.get(mode, 0.0) for mode in modes] for m, _ in timed])
     kept = parts.sum(axis=1) > 0
     parts, times = parts[kept], np.array([seconds for _, seconds in timed])[kept]
-    logs = np.zeros(len(modes))
-    for _ in range(30):  # Gauss-Newton: the sum of corrected parts is smooth in the logarithms
-        corrected = parts * np.exp(logs)
-        total = corrected.sum(axis=1)
-        slope = np.vstack([corrected / total[:, None], _PRIOR * np.eye(len(modes))])
-        off = np.concatenate([np.log(times / total), -_PRIOR * logs])
-        logs = np.clip(logs + np.linalg.lstsq(slope, off, rcond=None)[0], -np.log(_FARTHEST), np.log(_FARTHEST))
+    farthest = np.log(_FARTHEST)
+
+    def residuals(logs: FloatArray) -> FloatArray:
+        return np.concatenate([np.log(parts @ np.exp(logs) / times), _PRIOR * logs])
+
+    logs = least_squares(residuals, np.zeros(len(modes)), bounds=(-farthest, farthest)).x
     return dict(zip(modes, np.exp(logs).tolist(), strict=True))
 
 

@@ -119,15 +119,8 @@ def _rank_row(entry: RankParts) -> Iterable[str]:
     yield spans(entry.ranks)
     yield " ".join(f"{number} {_SHORT.get(kind, kind)}" for kind, number in entry.shards.items())
     yield f"{entry.hbm_bytes / _GIB:.2f}"
-    times = (
-        entry.seconds,
-        entry.forward_seconds,
-        entry.backward_seconds,
-        entry.communication_seconds,
-        entry.prefetch_seconds,
-        entry.fixed_seconds,
-    )
-    yield from (f"{seconds * 1e3:.3g}" for seconds in times)
+    parts = (entry.forward_seconds, entry.backward_seconds, entry.communication_seconds, entry.prefetch_seconds)
+    yield from (f"{seconds * 1e3:.3g}" for seconds in (entry.seconds, *parts, entry.fixed_seconds))
 
 
 def spans(numbers: tuple[int, ...]) -> str:

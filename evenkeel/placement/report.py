@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.collectives import exchange_seconds
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.model import Mode, Sharding, Table
-from evenkeel.placement.options import communication_seconds, rank_load
+from evenkeel.placement.options import rank_load
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.timing import mode_seconds
@@ -26,7 +27,27 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableParts:
+class StepParts:
+    """Parts of the time of a step on a rank.
+
+    Attributes:
+        forward_seconds: In the forward pass.
+        backward_seconds: In the backward pass, optimizer included.
+        communication_seconds: In exchanging keys, rows and gradients.
+        prefetch_seconds: In fetching rows that caches miss, and in writing back those that they replace.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    communication_seconds: float
+    prefetch_seconds: float
+
+
+_PARTS = tuple(field.name for field in fields(StepParts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableParts(StepParts):
     """What one table takes on a rank that holds a shard of it, and on a host.
 
     Attributes:
@@ -36,11 +57,6 @@ class TableParts:
         ranks: Ranks that hold it, one a shard, where it is not on all of them.
         hbm_bytes: HBM on a rank.
         host_bytes: Memory on a host, of one shard where ranks are named.
-        forward_seconds: Time of a step in the forward pass.
-        backward_seconds: Time of a step in the backward pass, optimizer included.
-        communication_seconds: Time of a step in exchanging keys, rows and gradients.
-        prefetch_seconds: Time of a step in fetching rows that its cache misses, and in writing back those that they
-            replace.
     """
 
     table: str
@@ -49,14 +65,10 @@ class TableParts:
     ranks: tuple[int, ...]
     hbm_bytes: int
     host_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-    communication_seconds: float
-    prefetch_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankParts:
+class RankParts(StepParts):
     """What is on a rank. Ranks that are alike are one entry.
 
     Attributes:
@@ -64,22 +76,14 @@ class RankParts:
         tables: Tables that have a shard on each of them.
         shards: Number of shards by sharding type.
         hbm_bytes: HBM of tables, the runtime's workspace not included.
-        forward_seconds: Time of a step in forward passes of tables.
-        backward_seconds: Time of a step in their backward passes, optimizer included.
-        communication_seconds: Time of a step in exchanging keys, rows and gradients.
-        prefetch_seconds: Time of a step in fetching rows that caches miss, and in writing back those that they replace.
         fixed_seconds: Time in which the host launches modules and waits for them, beside the others.
-        seconds: Time of kernels and collectives in a step: the four of them.
+        seconds: Time of kernels and collectives in a step: the four parts.
     """
 
     ranks: tuple[int, ...]
     tables: int
     shards: dict[str, int]
     hbm_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-    communication_seconds: float
-    prefetch_seconds: float
     fixed_seconds: float
     seconds: float
 
@@ -142,8 +146,7 @@ def make_report(request: PlanRequest, plan: Plan) -> Report | None:
     everywhere: Counter[str] = Counter()
     on_rank: list[list[TableParts]] = [[] for _ in range(ranks)]
     for entry in tables:
-        times = (entry.forward_seconds, entry.backward_seconds, entry.communication_seconds, entry.prefetch_seconds)
-        share = np.array([entry.hbm_bytes, *times])[:, None]
+        share = np.array([entry.hbm_bytes, *(getattr(entry, name) for name in _PARTS)])[:, None]
         if not entry.ranks:
             everywhere[entry.sharding.value] += 1
             figures += share
@@ -190,18 +193,15 @@ def _ranks(
         keys.append((figures[:, rank].tobytes(), len({e.table for e in entries}), tuple(sorted(kinds.items()))))
     found = []
     for (_, tables, shards), ranks in _alike(keys).items():
-        hbm, forward, backward, communication, prefetch = figures[:, ranks[0]].tolist()
+        hbm, *times = figures[:, ranks[0]].tolist()
         entry = RankParts(
             ranks=tuple(ranks),
             tables=everywhere.total() + tables,
             shards=dict(sorted((everywhere + Counter(dict(shards))).items())),
             hbm_bytes=round(hbm),
-            forward_seconds=forward,
-            backward_seconds=backward,
-            communication_seconds=communication,
-            prefetch_seconds=prefetch,
             fixed_seconds=fixed,
-            seconds=forward + backward + communication + prefetch,
+            seconds=sum(times),
+            **dict(zip(_PARTS, times, strict=True)),
         )
         found.append(entry)
     return tuple(found)
@@ -222,7 +222,8 @@ def _table_parts(request: PlanRequest, table: Table, placed: Placement) -> Table
     prefetch = 0.0
     if cached:
         prefetch = seconds(Mode.CACHING, uncached_state_bytes=0) - seconds(mode, uncached_state_bytes=0)
-    known = np.maximum(0.0, [seconds(mode, training=False), communication_seconds(request, table, layout), prefetch])
+    exchanged = exchange_seconds(profile, request.topology, layout, load, table.weight_bytes)
+    known = np.maximum(0.0, [seconds(mode, training=False), exchanged, prefetch])
     if known.sum() > 0 and (not load.training or known.sum() > placed.seconds):
         known *= placed.seconds / known.sum()
     forward, communication, prefetch = known.tolist()

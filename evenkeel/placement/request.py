@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from evenkeel.placement.access import Eviction, Histogram
-from evenkeel.placement.fields import Length, Range, Share, check_fields
+from evenkeel.placement.fields import Checked, Length, Range, Share, check_fields
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.layouts import WIDTH_UNIT
@@ -21,7 +21,7 @@ _DYNAMICEMB_WIDTH = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SolverOptions:
+class SolverOptions(Checked):
     """How hard to search.
 
     Attributes:
@@ -34,9 +34,6 @@ class SolverOptions:
     ratio_steps: Annotated[int, Range(0, MAX_RATIO_STEPS)] = 0
     gap: Share = 1e-4
     time_limit_s: Annotated[float, Range(0.01, 3600)] = 30.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,9 +115,11 @@ class PricedGroup:
         floors = np.full(priced.shape, np.inf)
         for part in self._blocks(len(priced)):
             own = np.minimum(first[part, :, None], second[part, None, :])
-            others = totals - np.where(np.isfinite(own), own, 0.0)  # least cost of all other tables
-            floors[part, self.free] = others.min(axis=(1, 2))[:, None]
-            for side, least in zip(self.sides, (others.min(axis=2), others.min(axis=1)), strict=True):
+            own[np.isinf(own)] = 0.0
+            others = np.subtract(totals, own, out=own)  # least cost of all other tables
+            leasts = others.min(axis=2), others.min(axis=1)
+            floors[part, self.free] = leasts[1].min(axis=1)[:, None]
+            for side, least in zip(self.sides, leasts, strict=True):
                 for number, members in enumerate(side[:-1]):
                     floors[part, members] = least[:, number : number + 1]
         return (floors + priced)[:, :-1]
@@ -152,6 +154,8 @@ class _Point:
     prices: FloatArray
     value: float
     excess: FloatArray
+    least: tuple[float, ...]
+    """Priced cost of each group."""
 
 
 class _Search:
@@ -190,31 +194,26 @@ class _Search:
     def _evaluate(self, prices: FloatArray) -> _Point:
         """The dual at some prices."""
         found = [group.price(prices) for group in self.groups]
-        value = sum(least for least, _ in found) - self._worth(prices)
+        least = tuple(own for own, _ in found)
+        value = sum(least) - float(prices[self.limited] @ (self.problem.budget[self.limited] + SLACK))
         if not np.isfinite(value):
-            self.points.append(_Point(prices, np.inf, np.zeros(2)))
+            self.points.append(_Point(prices, np.inf, np.zeros(2), least))
             return self.points[-1]
         choice = tuple(chosen for _, chosen in found)
         excess = np.where(self.limited, self.problem.usage(choice) - self.problem.budget - SLACK, -1.0)
         if np.all(excess <= 0):
             self._offer(choice)
-        self.points.append(_Point(prices, value, excess))
+        self.points.append(_Point(prices, value, excess, least))
         return self.points[-1]
-
-    def _worth(self, prices: FloatArray) -> float:
-        """What the budgets cost at some prices."""
-        return float(prices[self.limited] @ (self.problem.budget[self.limited] + SLACK))
 
     def _floors(self) -> list[FloatArray]:
         """(tables, modules) of each group: no choice with that module for that table costs less, by any prices."""
         floors = [np.full(group.seconds.shape, -np.inf) for group in self.problem.groups]
         for point in sorted(self.points, key=lambda point: -point.value):
-            if not np.isfinite(point.value) or self.watch.is_over():
-                continue
-            least = [group.price(point.prices)[0] for group in self.groups]
-            rest = sum(least) - self._worth(point.prices)
-            for floor, group, own in zip(floors, self.groups, least, strict=True):
-                np.maximum(floor, group.floors(point.prices) + (rest - own), out=floor)
+            for floor, group, least in zip(floors, self.groups, point.least, strict=True):
+                if self.watch.is_over():
+                    return floors
+                np.maximum(floor, group.floors(point.prices) + (point.value - least), out=floor)
         return floors
 
     def _find_prices(self) -> None:

@@ -43,6 +43,7 @@ class RankLoad:
         key_bytes: Bytes that travel of one lookup: its key, and its weight if it has one.
         row_bytes: Bytes of a row with its optimizer state.
         uncached_state_bytes: Bytes of optimizer state of a row that no cache holds.
+        pooled: Whether the lookups of a sample are added up.
         training: Whether there is a backward pass.
         prefetch_depth: Batches whose rows a cache holds at once.
         local_ranks: Ranks that read the memory of one host.
@@ -63,6 +64,7 @@ class RankLoad:
     key_bytes: int
     row_bytes: int
     uncached_state_bytes: int
+    pooled: bool
     training: bool
     prefetch_depth: int
     local_ranks: int = 1
@@ -78,43 +80,6 @@ def fixed_seconds(costs: RuntimeCosts, mode: Mode) -> float:
     }[mode]
 
 
-def hbm_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
-    """All rows from HBM: gathered once, and in training the unique ones read and written with their state."""
-    back = 2 * load.unique * profile.hbm_row_s(costs, load.row_bytes) if load.training else 0.0
-    return _gathered(load) * profile.hbm_row_s(costs, load.embedding_bytes) + load.narrow * costs.narrow_hbm_s + back
-
-
-def host_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
-    """All rows from host memory; an updated row crosses the link both ways, at the same time as others."""
-    back = (
-        costs.host_update * load.unique * profile.host_row_s(costs, load.row_bytes, load.local_ranks)
-        if load.training
-        else 0.0
-    )
-    read = load.fetched * _gathered(load) * profile.host_row_s(costs, load.embedding_bytes, load.local_ranks)
-    return costs.host_factor * (read + back) + load.narrow * costs.narrow_host_s
-
-
-def _state_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> tuple[float, float]:
-    """Updates of the optimizer state that lies beside the rows and is never cached: in HBM, and in host memory."""
-    if not load.uncached_state_bytes:
-        return 0.0, 0.0
-    in_host = (
-        costs.host_factor * costs.host_update * profile.host_row_s(costs, load.uncached_state_bytes, load.local_ranks)
-    )
-    return 2 * load.unique * profile.hbm_row_s(costs, load.uncached_state_bytes), load.unique * in_host
-
-
-def _gathered(load: RankLoad) -> float:
-    """Rows that are read in both passes, updates not counted."""
-    return load.forward_rows + (load.backward_rows if load.training else 0.0)
-
-
-def miss_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
-    """One missed row of an ample cache: fetched, and in training the evicted one written back."""
-    return costs.miss_factor * (2 if load.training else 1) * profile.host_row_s(costs, load.row_bytes, load.local_ranks)
-
-
 def mode_seconds(
     profile: HardwareProfile,
     costs: RuntimeCosts,
@@ -125,6 +90,10 @@ def mode_seconds(
 ) -> FloatArray:
     """Seconds a step for the rows of one table at each of `ratios`, fixed cost not included.
 
+    Rows are gathered from where they are, and in training the unique ones are updated there with their state: in HBM
+    read and written; in host memory across the link both ways, at the same time as others. Optimizer state that lies
+    beside the rows is never cached. A missed row is fetched, and in training the evicted one written back.
+
     A missed row of a cache with `rho` rows per unique key costs `1 + (contention_rows / rho) ** 2` times that of an
     ample cache: the rows of the step itself may not be evicted, and the fewer others there are the longer a free slot
     is sought. Where the cache is smaller than the step's rows, those that find no place in it are read and updated
@@ -132,8 +101,24 @@ def mode_seconds(
     """
     if load.unique <= 0:
         return np.zeros(len(ratios))
-    in_hbm, in_host = hbm_seconds(profile, costs, load), host_seconds(profile, costs, load)
-    state_in_hbm, state_in_host = _state_seconds(profile, costs, load)
+
+    def hbm_row(size: int) -> float:
+        return profile.hbm_row_s(costs, size)
+
+    def host_row(size: int) -> float:
+        return profile.host_row_s(costs, size, load.local_ranks)
+
+    gathered = load.forward_rows + (load.backward_rows if load.training else 0.0)
+    updated = load.unique if load.training else 0.0
+    in_hbm = gathered * hbm_row(load.embedding_bytes) + load.narrow * costs.narrow_hbm_s
+    in_hbm += 2 * updated * hbm_row(load.row_bytes)
+    in_host = load.fetched * gathered * host_row(load.embedding_bytes)
+    in_host += costs.host_update * updated * host_row(load.row_bytes)
+    in_host = costs.host_factor * in_host + load.narrow * costs.narrow_host_s
+    state_in_hbm = state_in_host = 0.0
+    if load.uncached_state_bytes:
+        state_in_hbm = 2 * load.unique * hbm_row(load.uncached_state_bytes)
+        state_in_host = load.unique * costs.host_factor * costs.host_update * host_row(load.uncached_state_bytes)
     if mode is Mode.HBM_ONLY:
         return np.full(len(ratios), in_hbm + state_in_hbm)
     if mode is Mode.HOST_ONLY:
@@ -147,7 +132,8 @@ def mode_seconds(
     left = (missed - placed) / load.unique
     per_unique = np.maximum(cache_rows / (load.unique * load.prefetch_depth), 1.0)
     crowding = 1 + (costs.contention_rows / per_unique) ** 2
-    fetched = placed * miss_seconds(profile, costs, load) * crowding
+    miss = costs.miss_factor * (2 if load.training else 1) * host_row(load.row_bytes)
+    fetched = placed * miss * crowding
     looked_up = costs.cache_lookup_s * load.received
     cached: FloatArray = (1 - left) * in_hbm + left * in_host + fetched + state_in_host + looked_up
     return cached

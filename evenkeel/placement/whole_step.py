@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from evenkeel.placement.access import power_law
-from evenkeel.placement.fields import Length, Range, check_fields
+from evenkeel.placement.fields import Checked, Length, Range
 from evenkeel.placement.hardware import HardwareProfile, StepCosts
 from evenkeel.placement.layouts import Layout
 from evenkeel.placement.model import (
@@ -183,7 +183,7 @@ def fit_step_costs(samples: Sequence[tuple[StepWork, float]], prior: StepCosts =
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TablePart:
+class TablePart(Checked):
     """Equal tables of a step.
 
     Attributes:
@@ -206,12 +206,9 @@ class TablePart:
     pooled: bool = True
     sharding: Sharding = Sharding.ROW_WISE
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSample:
+class StepSample(Checked):
     """A step that is measured: pooled tables are in one module, those of sequences in another.
 
     Attributes:
@@ -229,9 +226,6 @@ class StepSample:
     optimizer: Optimizer = Optimizer.ROWWISE_ADAGRAD
     ranks: Annotated[int, Range(1, MAX_RANKS)] = 2
     seconds: Annotated[float, Range(0, 3600)] = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def table_name(part: int, index: int) -> str:

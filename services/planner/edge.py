@@ -8,8 +8,9 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from evenkeel.placement import InvalidInputError
 from services.planner.metrics import Metrics
-from services.planner.problems import FieldProblem, ServiceError
+from services.planner.problems import ServiceError
 from services.planner.settings import Settings
 from services.security.addresses import network_of
 from services.security.rates import Buckets
@@ -110,5 +111,5 @@ class Edge:
         most = self._settings.max_body_bytes
         if size > most:
             remedy = f"send at most {most} bytes: fewer tables at once or coarser histograms"
-            wrong = FieldProblem.of("body", size, "has too many bytes", remedy)
+            wrong = InvalidInputError("body", size, "has too many bytes", remedy)
             raise ServiceError(413, "Body too large", wrong, kind="too-large")

@@ -16,7 +16,7 @@ from evenkeel.placement.fields import encode
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
 from services.planner.json_schema import add_schema
 from services.planner.pool import ClientGoneError, Pool
-from services.planner.problems import MEDIA_TYPE, FieldProblem, ProblemDocument, ServiceError
+from services.planner.problems import MEDIA_TYPE, ProblemDocument, ServiceError
 from services.planner.requests import (
     AnyRequest,
     HitRates,
@@ -104,7 +104,7 @@ def _check_media_type(given: str | None) -> None:
     """Refuses bodies that say that they are no JSON; `curl -d` says that they are a form, and nothing says nothing."""
     media_type = (given or "").partition(";")[0].strip().lower()
     if media_type not in _READ_AS_JSON and not media_type.endswith("+json"):
-        wrong = FieldProblem.of("Content-Type", given, "is no JSON", "send application/json")
+        wrong = InvalidInputError("Content-Type", given, "is no JSON", "send application/json")
         raise ServiceError(415, "Unsupported media type", wrong, kind="media-type")
 
 
@@ -152,5 +152,5 @@ async def get_profile(name: str) -> JSONResponse:
     try:
         return JSONResponse(encode(builtin_profile(name)))
     except InvalidInputError as error:
-        wrong = FieldProblem.of("name", name, error.problem, error.remedy)
+        wrong = InvalidInputError("name", name, error.problem, error.remedy)
         raise ServiceError(404, "Not found", wrong) from None

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -19,7 +20,7 @@ from evenkeel.placement import InvalidInputError, PlanRequest
 from services.planner import answers
 from services.planner.answers import Answer
 from services.planner.metrics import Metrics
-from services.planner.problems import FieldProblem, ServiceError
+from services.planner.problems import ServiceError
 from services.planner.requests import AnyRequest
 from services.planner.settings import Settings
 
@@ -90,37 +91,40 @@ class Pool:
         """The answer to a request, from a process."""
         if self._waiting >= self._settings.queue_size and self._running >= self._settings.workers:
             raise self._overloaded(f"{self._running} requests are being solved and {self._waiting} wait")
-        read_seconds = time.monotonic() - began
-        if read_seconds >= limit:
-            what = "was over when the request was read"
-            remedy = "give more time or fewer tables"
-            raise ServiceError(422, "Invalid input", FieldProblem.of("solver.time_limit_s", limit, what, remedy))
+        spent = time.monotonic() - began
+        if spent >= limit:
+            what, remedy = "was over when the request was read", "give more time or fewer tables"
+            raise InvalidInputError("solver.time_limit_s", limit, what, remedy)
         left = asyncio.ensure_future(gone())
         try:
             with self._counted("_waiting"):
-                await self._slot(left)
+                longest = self._settings.max_wait_seconds
+                late = partial(self._overloaded, f"no worker was free for {longest:g} s")
+                await self._unless_gone(self._slots.acquire(), left, longest, late)
             try:
                 with self._counted("_running"):
-                    return await self._solve(request, limit, read_seconds, left)
+                    return await self._solve(request, limit, spent, left)
             finally:
                 self._slots.release()
         finally:
             left.cancel()
 
-    async def _slot(self, gone: asyncio.Future[None]) -> None:
-        """Waits for a free process, in the order of arrival."""
-        slot = asyncio.ensure_future(self._slots.acquire())
-        waited: set[asyncio.Future[Any]] = {slot, gone}
-        await asyncio.wait(waited, timeout=self._settings.max_wait_seconds, return_when=asyncio.FIRST_COMPLETED)
-        if slot.done() and not gone.done():
-            return
-        if slot.done():
-            self._slots.release()
-        slot.cancel()
-        if gone.done():
-            self._metrics.cancelled.inc()
-            raise ClientGoneError
-        raise self._overloaded(f"no worker was free for {self._settings.max_wait_seconds:g} s")
+    async def _unless_gone(
+        self, work: Awaitable[T], gone: asyncio.Future[None], seconds: float, late: Callable[[], ServiceError]
+    ) -> T:
+        """What is awaited; it is cancelled once the client goes away or the time is over."""
+        task = asyncio.ensure_future(work)
+        waited: set[asyncio.Future[Any]] = {task, gone}
+        try:
+            await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                self._metrics.cancelled.inc()
+                raise ClientGoneError
+            raise late()
+        finally:
+            task.cancel()  # ends the process, if it still works
 
     async def _solve(self, request: AnyRequest, limit: float, spent: float, gone: asyncio.Future[None]) -> Answer:
         began = time.monotonic() - spent
@@ -130,31 +134,21 @@ class Pool:
             self._processes = self._new_processes()
         working = asyncio.wrap_future(self._processes.schedule(answers.answer, args=arguments))
         try:
-            waited: set[asyncio.Future[Any]] = {working, gone}
-            await asyncio.wait(waited, timeout=limit + _GRACE_SECONDS - spent, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            if gone.done():
-                self._metrics.cancelled.inc()
-                raise ClientGoneError
-            raise _too_slow(limit)
-        except InvalidInputError as error:
-            raise ServiceError.of_input(error) from None
+            return await self._unless_gone(working, gone, limit + _GRACE_SECONDS - spent, partial(_too_slow, limit))
         except OverflowError as error:
             remedy = "give machines and tables that there can be"
-            wrong = FieldProblem.of("request", str(error), "has numbers whose product is out of range", remedy)
-            raise ServiceError(422, "Invalid input", wrong) from None
+            what = "has numbers whose product is out of range"
+            raise InvalidInputError("request", str(error), what, remedy) from None
         except MemoryError:
             tables = len(request.tables) if isinstance(request, PlanRequest) else 1
             remedy = "send fewer tables, fewer solver.ratio_steps or histograms of fewer bins"
-            wrong = FieldProblem.of("tables", tables, "need more memory than a request may take", remedy)
+            wrong = InvalidInputError("tables", tables, "need more memory than a request may take", remedy)
             raise ServiceError(422, "Too costly", wrong) from None
         except ProcessExpired as error:
             log.error("planner worker ended", error=repr(error), ran_seconds=time.monotonic() - began)
             detail = "the process that worked at this request ended; send fewer tables, or try again"
             raise ServiceError(503, "Worker ended", detail, headers={"Retry-After": "1"}) from None
         finally:
-            working.cancel()  # ends the process, if it still works
             self._mean_seconds += _SMOOTHING * (time.monotonic() - began - self._mean_seconds)
 
     def _overloaded(self, detail: str) -> ServiceError:
@@ -178,5 +172,5 @@ class Pool:
 def _too_slow(limit: float) -> ServiceError:
     what = "was over before there was an answer, and the worker was ended"
     remedy = "give more time, fewer tables or a larger gap"
-    wrong = FieldProblem.of("solver.time_limit_s", f"{limit:g}", what, remedy)
+    wrong = InvalidInputError("solver.time_limit_s", f"{limit:g}", what, remedy)
     return ServiceError(503, "Time limit", wrong, headers={"Retry-After": "1"})

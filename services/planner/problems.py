@@ -37,16 +37,6 @@ class FieldProblem:
     problem: str
     remedy: str
 
-    @classmethod
-    def of(cls, name: str, value: object, what: str, remedy: str) -> FieldProblem:
-        """A problem with a value as it was given."""
-        return cls(field=_encodable(name), value=_shown(value), problem=what, remedy=remedy)
-
-    @property
-    def sentence(self) -> str:
-        """All of it in words."""
-        return f"{self.field}: {self.problem} (got {self.value}); {self.remedy}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemDocument:
@@ -76,33 +66,30 @@ class ServiceError(Exception):
         self,
         status: int,
         title: str,
-        detail: str | FieldProblem,
+        detail: str | InvalidInputError,
         *,
         kind: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Describes it."""
-        self.errors = (detail,) if isinstance(detail, FieldProblem) else ()
-        self.detail = detail.sentence if isinstance(detail, FieldProblem) else detail
-        super().__init__(self.detail)
-        self.status, self.title, self.headers = status, title, dict(headers or {})
+        """Describes it, in words or by the value that is wrong."""
+        super().__init__(str(detail))
+        self.status, self.title, self.detail, self.headers = status, title, detail, dict(headers or {})
         self.kind = kind or title.lower().replace(" ", "-")
-
-    @classmethod
-    def of_input(cls, error: InvalidInputError) -> ServiceError:
-        """The problem of a value that cannot be used."""
-        wrong = FieldProblem.of(error.field, error.value, error.problem, error.remedy)
-        return cls(422, "Invalid input", wrong)
 
     def response(self, path: str) -> Response:
         """The problem document, as the answer to a request for a path."""
+        detail, errors = self.detail, tuple[FieldProblem, ...]()
+        if isinstance(detail, InvalidInputError):
+            field, value = _encodable(detail.field), _shown(detail.value)
+            errors = (FieldProblem(field=field, value=value, problem=detail.problem, remedy=detail.remedy),)
+            detail = f"{field}: {detail.problem} (got {value}); {detail.remedy}"
         document = ProblemDocument(
             type=f"urn:evenkeel:problem:{self.kind}",
             title=self.title,
             status=self.status,
-            detail=_encodable(self.detail),
+            detail=_encodable(detail),
             instance=_encodable(path),
-            errors=self.errors,
+            errors=errors,
         )
         return JSONResponse(encode(document), self.status, self.headers, media_type=MEDIA_TYPE)
 
@@ -114,16 +101,20 @@ def install_problem_handlers(app: FastAPI) -> None:
     async def service(request: Request, error: ServiceError) -> Response:
         return error.response(request.url.path)
 
+    @app.exception_handler(InvalidInputError)
+    async def invalid_input(request: Request, error: InvalidInputError) -> Response:
+        return ServiceError(422, "Invalid input", error).response(request.url.path)
+
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         kind, title = _HTTP_KINDS.get(error.status_code, ("http", "Request refused"))
-        detail: str | FieldProblem = str(error.detail)
+        detail: str | InvalidInputError = str(error.detail)
         if error.status_code == 404:
             known = ", ".join(sorted(app.openapi()["paths"]))
-            detail = FieldProblem.of("path", request.url.path, "is no address here", f"use one of: {known}")
+            detail = InvalidInputError("path", request.url.path, "is no address here", f"use one of: {known}")
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another one")
-            detail = FieldProblem.of("method", request.method, "is not for this address", f"use {allowed}")
+            detail = InvalidInputError("method", request.method, "is not for this address", f"use {allowed}")
         problem = ServiceError(error.status_code, title, detail, kind=kind, headers=error.headers)
         return problem.response(request.url.path)
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest
 from evenkeel.placement.access import Access, Eviction, Zipf
-from evenkeel.placement.fields import Length, Range, check_fields, decode
+from evenkeel.placement.fields import Checked, Length, Range, decode
 from evenkeel.placement.model import MAX_ROWS, Bytes, Rows
 from evenkeel.placement.report import Report
 from evenkeel.placement.what_if import MAX_POINTS
 from evenkeel.plan_requests import parse_json, unpacked, with_measured
-from services.planner.problems import FieldProblem, ServiceError
+from services.planner.problems import ServiceError
 from services.planner.settings import Settings
 
 _EXCERPT = 30
@@ -35,7 +35,7 @@ class WhatIfRequest(PlanRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HitRatesRequest:
+class HitRatesRequest(Checked):
     """A table and the caches to judge.
 
     Attributes:
@@ -51,9 +51,6 @@ class HitRatesRequest:
     access: Access = field(default_factory=Zipf)
     eviction: Eviction = Eviction.LRU
     cache_rows: Annotated[tuple[Rows, ...], Length(1, 10_000)]
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +87,14 @@ R = TypeVar("R", bound=AnyRequest)
 
 def read_request(kind: type[R], body: bytes, settings: Settings) -> R:
     """The request in a body, its time limit cut to that of the service."""
-    try:
-        content = _json(body)
-        if not issubclass(kind, PlanRequest):
-            return decode(kind, content)
-        value, measured = unpacked(content)
-        request: Any = with_measured(decode(kind, value), measured)
-    except InvalidInputError as error:
-        raise ServiceError.of_input(error) from None
+    content = _json(body)
+    if not issubclass(kind, PlanRequest):
+        return decode(kind, content)
+    value, measured = unpacked(content)
+    request: Any = with_measured(decode(kind, value), measured)
     if len(request.tables) > settings.max_tables:
         what, remedy = "is too many tables for this service", f"send at most {settings.max_tables}"
-        raise ServiceError.of_input(InvalidInputError("tables", len(request.tables), what, remedy))
+        raise InvalidInputError("tables", len(request.tables), what, remedy)
     limit = min(request.solver.time_limit_s, settings.max_time_limit_seconds)
     request = replace(request, solver=replace(request.solver, time_limit_s=limit))
     found: R = request
@@ -120,5 +114,5 @@ def _json(body: bytes) -> Any:
         why = f"byte {error.start} is no {error.encoding}"
     except (ValueError, RecursionError) as error:
         excerpt, why = body[:_EXCERPT].decode("utf-8", "replace"), str(error)
-    wrong = FieldProblem.of("body", excerpt or "nothing", f"is no JSON: {why}", "send one JSON object")
+    wrong = InvalidInputError("body", excerpt or "nothing", f"is no JSON: {why}", "send one JSON object")
     raise ServiceError(400, "Not JSON", wrong, kind="no-json")

@@ -33,7 +33,7 @@ def calibrate(
     """
     from evenkeel.placement import Runtime, builtin_profile
     from evenkeel.placement.calibration import calibrated_profile, measured_samples, measured_steps, with_whole_steps
-    from evenkeel.placement.hardware import profile_json
+    from evenkeel.placement.fields import encode
 
     with errors_in_a_sentence():
         values = _measure(device, table_gib, ranks) if raw is None else _read("--raw", raw, dict)
@@ -45,7 +45,7 @@ def calibrate(
         whole: Any = ()
         if samples := measured_samples(values.get("whole_steps") or ()):
             profile, whole = with_whole_steps(profile, samples)
-    text = json.dumps(profile_json(profile), indent=2) + "\n"
+    text = json.dumps(encode(profile), indent=2) + "\n"
     troubles = [] if keep_raw is None else [write("--keep-raw", keep_raw, json.dumps(values, indent=1) + "\n")]
     unwritten = write("--output", output, text)
     if as_json or unwritten:
@@ -61,7 +61,7 @@ def calibrate(
     rates = [(f"{width:.0f}", f"{hbm / 1e9:.0f}", f"{host / 1e9:.1f}") for (width, hbm), (_, host) in gathers]
     show(f"{values.get('device', 'measured')}: random gathers, GB/s", ("row bytes", "HBM", "host memory"), rates)
     for runtime, rows in errors.items():
-        fits = [(f"{r.mode.value} {r.ratio:g}", *_beside(r.measured_s, r.predicted_s)) for r in rows]
+        fits = [(f"{step.mode.value} {step.ratio:g}", *_beside(step.seconds, predicted)) for step, predicted in rows]
         show(f"kernels of {runtime.value}, ms", ("mode and ratio", "measured", "predicted", "error"), fits)
     if whole:
         fits = [(sample.name, *_beside(sample.seconds, predicted)) for sample, predicted in whole]

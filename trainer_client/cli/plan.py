@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from evenkeel.placement.plan_file import PlanFile
 
 INFEASIBLE_EXIT = 3
-_DRIFT = 0.1
 _TABLES_HELP = "YAML or JSON: a list of tables, a whole request, or a plan file."
 _HBM_HELP = "HBM of one rank for tables, in GiB, whatever the file reserves; --reserve is taken off it."
 _RESERVE_HELP = (
@@ -151,7 +150,7 @@ def _show(content: PlanFile, curves: Mapping[str, MeasuredCurve]) -> None:
     if whole is not None and request.runtime is Runtime.TORCHREC:
         typer.echo(f"a whole step of these tables, with what the host launches: about {whole * 1e3:.3g} ms")
     for name, curve in curves.items():
-        moved = f"; {curve.drift:.0%} of its lookups went over to other keys" if curve.drift > _DRIFT else ""
+        moved = f"; {curve.drift:.0%} of its lookups went over to other keys" if curve.is_drifting else ""
         typer.echo(f"misses of {name} within {curve.error:.3f}, from {curve.sampled_keys} sampled keys{moved}")
     for line in map(measured_line, content.measured):
         typer.echo(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from evenkeel.placement.application import (
     dynamicemb_options,
     torchrec_options,
 )
-from evenkeel.placement.layouts import shards
+from evenkeel.placement.layouts import column_blocks
 from evenkeel.placement.plan import Placement
 from evenkeel.placement.plan_file import loads
 from trainer_client.planning.describe import check_same, embedding_modules, module_configs
@@ -195,19 +196,21 @@ def _parameter(
     ranks, local = request.topology.ranks, request.topology.local_ranks
     if placed.sharding is Sharding.DATA_PARALLEL:
         return ParameterSharding(option.sharding_type, option.compute_kernel, list(range(ranks)))
-    parts = shards(table, placed, request.topology)
-    spec = [
-        ShardMetadata(
-            shard_sizes=[part.rows, part.columns],
-            shard_offsets=[part.first_row, part.first_column],
-            placement=f"rank:{part.rank}/{device if device == 'cpu' else f'{device}:{part.rank % local}'}",
-        )
-        for part in parts
-    ]
+    blocks, spec = column_blocks(placed, request.topology), []
+    for number, holders in enumerate(blocks):
+        height, width = -(-table.rows // len(holders)), table.dim // len(blocks)
+        for index, rank in enumerate(holders):
+            first = min(table.rows, index * height)
+            shard = ShardMetadata(
+                shard_sizes=[min(height, table.rows - first), width],
+                shard_offsets=[first, number * width],
+                placement=f"rank:{rank}/{device if device == 'cpu' else f'{device}:{rank % local}'}",
+            )
+            spec.append(shard)
     return ParameterSharding(
         sharding_type=option.sharding_type,
         compute_kernel="fused" if device == "cpu" else option.compute_kernel,
-        ranks=[part.rank for part in parts],
+        ranks=list(itertools.chain.from_iterable(blocks)),
         sharding_spec=EnumerableShardingSpec(spec),
         cache_params=None if device == "cpu" else _cache_params(option),
     )

@@ -11,7 +11,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,6 @@ _KERNELS = {"fused": Mode.HBM_ONLY, "dense": Mode.HBM_ONLY, "fused_uvm": Mode.HO
 _KERNELS["fused_uvm_caching"] = Mode.CACHING
 _DEFAULT_LOAD_FACTOR = 0.2
 """Of FBGEMM, where TorchRec's planner names none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Race:
-    """What came of it.
-
-    Attributes:
-        plan: The quickest plan.
-        measured: All plans that were run.
-    """
-
-    plan: Plan
-    measured: tuple[MeasuredPlan, ...]
 
 
 def contenders(request: PlanRequest, first: Plan, torchrecs: Mapping[str, Any] | None = None) -> dict[str, Plan]:
@@ -151,13 +138,13 @@ def race_of(
     *,
     seconds: float,
     group: dist.ProcessGroup | None = None,
-) -> Race:
-    """The race of a plan and its contenders, which rank 0 makes. Collective; arguments as for `run_race`."""
+) -> tuple[Plan, tuple[MeasuredPlan, ...]]:
+    """The race of a plan and its contenders, which rank 0 makes. Collective; all else as for `run_race`."""
     if not seconds > 0:
         raise InvalidInputError("clock", seconds, "is no time", "give the seconds that each plan trains, such as 5")
     check_request(request, dist.get_world_size(group))
     if not first.placements:
-        return Race(first, ())
+        return first, ()
     plans = from_first(lambda: contenders(request, first, torchrecs_parameters(request, device)), group)
     return run_race(request, plans, batches, device, seconds=seconds, group=group)
 
@@ -170,13 +157,16 @@ def run_race(
     *,
     seconds: float,
     group: dist.ProcessGroup | None = None,
-) -> Race:
+) -> tuple[Plan, tuple[MeasuredPlan, ...]]:
     """Trains the tables of each plan for some steps, in turns, and keeps the quickest. Collective.
 
     Where the time of the dense part is known (`Step.dense_ms`), the quickest has the shortest steps beside as much
     work. Where it is not, kernels decide, as a real model launches ahead of them; of plans whose kernels are within
     three hundredths of the quickest, the shortest step does. A plan within a hundredth of the quickest that stands
     before it is preferred. Plans that do not fit into memory together are run one after another.
+
+    Returns:
+        The quickest plan, and all that were run.
     """
     dense_ms = request.step.dense_ms
     dense = DenseWork(dense_ms or 0.0, device)
@@ -211,7 +201,7 @@ def run_race(
         )
         for name, timing in timings.items()
     )
-    return Race(plans[quickest], measured)
+    return plans[quickest], measured
 
 
 def _built(
@@ -294,7 +284,7 @@ def main() -> None:
     device = join_group(options.device)
     content = loads_plan(options.plan.read_text("utf-8"))
     traces: Mapping[str, KeyTrace] = merge(loads(path.read_bytes()) for path in options.statistics)
-    race = race_of(
+    quickest, measured = race_of(
         content.request,
         content.plan,
         drawn_batches(content.request, _BATCHES, traces=traces, seed=dist.get_rank()),
@@ -302,9 +292,9 @@ def main() -> None:
         seconds=options.seconds,
     )
     if dist.get_rank() == 0:
-        made = PlanFile(request=content.request, plan=race.plan, measured=race.measured)
+        made = PlanFile(request=content.request, plan=quickest, measured=measured)
         options.plan.write_text(dumps(made), "utf-8")
-        print(json.dumps(encode(race.measured)))
+        print(json.dumps(encode(measured)))
     dist.destroy_process_group()
 
 

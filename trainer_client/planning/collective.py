@@ -57,20 +57,17 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """What rank 0 makes, or its error, on all ranks."""
     if not in_group():
         return make()
-    box: list[Any] = [None]
+    box: list[Any] = [None, None]
     failure: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
-            box = [(make(),)]
+            box[0] = make()
         except Exception as error:
-            failure = error
-            box = [_shared(error)]
+            failure, box[1] = error, _shared(error)
     dist.broadcast_object_list(box, group=group, group_src=0)
-    if failure is not None:
-        raise failure
-    if not isinstance(box[0], tuple):
-        raise _raised(box[0], 0)
-    made: T = box[0][0]
+    if box[1] is not None:
+        raise failure or _raised(box[1], 0)
+    made: T = box[0]
     return made
 
 

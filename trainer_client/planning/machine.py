@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from evenkeel.placement import HardwareProfile, InvalidInputError, Topology, builtin_profiles, parse_topology
+from trainer_client.planning.collective import group_size
 
 _FALLBACK = "h200"
 _HOST_RESERVE = 0.2
 """Part of a host's memory that is left for loaders, pinned buffers and the system."""
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
-    """What was found.
-
-    Attributes:
-        topology: The machines.
-        hardware: Their profile, or the name of a built-in one.
-        notes: What was assumed, in sentences.
-    """
-
-    topology: Topology
-    hardware: str | HardwareProfile
-    notes: tuple[str, ...] = ()
 
 
 def find_machines(
@@ -40,16 +26,20 @@ def find_machines(
     group: dist.ProcessGroup | None,
     reserved_bytes: int,
     reserved_fraction: float,
-) -> Machines:
-    """Ranks of the process group, HBM of this rank's device and memory of this host."""
+) -> tuple[Topology, str | HardwareProfile, tuple[str, ...]]:
+    """Ranks of the process group, HBM of this rank's device and memory of this host.
+
+    Returns:
+        The machines, their profile or the name of a built-in one, and what was assumed, in sentences.
+    """
     notes: list[str] = []
-    if isinstance(topology, str):
+    if isinstance(topology, Topology):
+        return topology, hardware or _named(device, notes), tuple(notes)
+    if topology is not None:
         name, machines = parse_topology(topology)
         hardware = hardware or name
-    elif topology is not None:
-        return Machines(topology=topology, hardware=hardware or _named(device, notes), notes=tuple(notes))
     else:
-        ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        ranks = group_size(group)
         machines = Topology(
             ranks=ranks,
             ranks_per_host=_local_ranks(ranks),
@@ -60,7 +50,7 @@ def find_machines(
         if device.type == "cpu":
             notes.append("there is no GPU here: all tables are planned for the memory of the host")
     machines = replace(machines, hbm_reserved_fraction=reserved_fraction, hbm_reserved_bytes=reserved_bytes)
-    return Machines(topology=machines, hardware=hardware or _named(device, notes), notes=tuple(notes))
+    return machines, hardware or _named(device, notes), tuple(notes)
 
 
 def hbm_bytes(device: torch.device) -> int:

@@ -59,8 +59,6 @@ _OPTIMIZERS = {
     "Adagrad": Optimizer.ADAGRAD,
     "RowWiseAdagrad": Optimizer.ROWWISE_ADAGRAD,
 }
-DRIFT = 0.1
-"""Share of lookups that went over to other keys while they were observed, from which on that is said."""
 _DRAWN = 32
 """Batches for the clock where none are given."""
 _DENSE_COPIES = 4
@@ -186,7 +184,7 @@ def plan_model(
     def make() -> tuple[PlanFile, tuple[str, ...]]:
         described, notes = _describe(model, optimizer, ids_per_sample, access, observed, tables)
         reserved = _dense_bytes(model, place) if dense_bytes is None else dense_bytes
-        machines = find_machines(
+        machines, profile, assumed = find_machines(
             topology=topology,
             hardware=hardware,
             device=place,
@@ -197,8 +195,8 @@ def plan_model(
         with naming(described):
             request = PlanRequest(
                 tables=described,
-                topology=machines.topology,
-                hardware=machines.hardware,
+                topology=machines,
+                hardware=profile,
                 runtime=runtime,
                 step=Step(
                     samples_per_rank=Step().samples_per_rank if samples is None else samples,
@@ -208,10 +206,10 @@ def plan_model(
             )
             if observed.traces:
                 request, curves = with_statistics(request, observed.traces)
-                moving = [name for name, curve in curves.items() if curve.drift > DRIFT]
+                moving = [name for name, curve in curves.items() if curve.is_drifting]
                 if moving:
                     notes += (f"popular keys of {_shown(moving)} changed while they were observed: the plan may age",)
-            notes += uneven + machines.notes
+            notes += uneven + assumed
             if samples is None:
                 notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
             plan = (planner or PlannerClient.from_env()).plan(request)
@@ -227,8 +225,7 @@ def plan_model(
     if clock is not None:
         with process_group(place):
             own = all_or_none(lambda: _batches(model, request, observed, group), group)
-            race = race_of(request, plan, own, place, seconds=clock, group=group)
-            plan, measured = race.plan, race.measured
+            plan, measured = race_of(request, plan, own, place, seconds=clock, group=group)
     whole, constraints = None, None
     if runtime is Runtime.TORCHREC:
         ahead = device is None and not in_group() and request.topology.hbm_bytes > 0

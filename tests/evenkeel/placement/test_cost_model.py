@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.references.dynamicemb_steps import MEASURED, measured_request, measurement, predicted_mib
+from benchmarks.references.dynamicemb_steps import MEASURED, measured_request, measured_step, predicted_mib
 from evenkeel.placement import (
     Mode,
     PlanRequest,
@@ -17,35 +17,30 @@ from evenkeel.placement import (
     builtin_profile,
     builtin_profiles,
 )
-from evenkeel.placement.calibration import fit_costs, predict_seconds
-from evenkeel.placement.hardware import parse_profile, profile_json
+from evenkeel.placement.calibration import fit_costs, predictor
+from evenkeel.placement.fields import encode
+from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.options import rank_load, ratio_grid, table_options
 from evenkeel.placement.timing import mode_seconds
 
-
-@pytest.fixture(scope="module")
-def samples() -> list[object]:
-    asked = measured_request()
-    return [measurement(asked, row) for row in MEASURED]
+PROFILE = builtin_profile("h200")
+STEPS = [measured_step(row) for row in MEASURED]
+PREDICTED = [predictor(PROFILE, Runtime.DYNAMICEMB, step) for step in STEPS]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_half_of_the_measurements_predicts_the_other_half(samples: list[object], first: int) -> None:
-    profile = builtin_profile("h200")
-    costs = fit_costs(profile, samples[first::2])  # type: ignore[arg-type]
-    for row, sample in list(zip(MEASURED, samples, strict=True))[1 - first :: 2]:
+def test_half_of_the_measurements_predicts_the_other_half(first: int) -> None:
+    costs = fit_costs(PROFILE, Runtime.DYNAMICEMB, STEPS[first::2])
+    for row, seconds in list(zip(MEASURED, PREDICTED, strict=True))[1 - first :: 2]:
         ample = row.cache_per_unique is None or row.cache_per_unique >= 8
-        predicted = predict_seconds(profile, costs, sample) * 1e3  # type: ignore[arg-type]
-        assert predicted == pytest.approx(row.milliseconds, rel=0.2 if ample else 0.5)
+        assert seconds(costs) * 1e3 == pytest.approx(row.milliseconds, rel=0.2 if ample else 0.5)
 
 
 @pytest.mark.parametrize("half", [slice(0, None, 2), slice(1, None, 2), slice(None)])
-def test_the_modes_come_in_the_measured_order(samples: list[object], half: slice) -> None:
-    profile = builtin_profile("h200")
-    costs = fit_costs(profile, samples[half])  # type: ignore[arg-type]
-    predicted = [predict_seconds(profile, costs, sample) for sample in samples]  # type: ignore[arg-type]
+def test_the_modes_come_in_the_measured_order(half: slice) -> None:
+    costs = fit_costs(PROFILE, Runtime.DYNAMICEMB, STEPS[half])
     order = sorted(range(len(MEASURED)), key=lambda i: MEASURED[i].milliseconds)
-    assert sorted(range(len(MEASURED)), key=lambda i: predicted[i]) == order
+    assert sorted(range(len(MEASURED)), key=lambda i: PREDICTED[i](costs)) == order
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.mode}-{row.ratio}")
@@ -54,13 +49,14 @@ def test_predicted_memory_covers_what_was_in_use_within_a_tenth(row: object) -> 
     assert row.device_mib <= mib <= 1.1 * row.device_mib  # type: ignore[attr-defined]
 
 
-def test_unique_keys_agree_with_those_measured(samples: list[object]) -> None:
-    assert sum(load.unique for load in samples[0].loads) == pytest.approx(173_500, rel=1e-3)  # type: ignore[attr-defined]
+def test_unique_keys_agree_with_those_measured() -> None:
+    asked = measured_request()
+    assert sum(rank_load(asked, table).unique for table in asked.tables) == pytest.approx(173_500, rel=1e-3)
 
 
 def test_profiles_survive_json_and_name_their_source() -> None:
     for profile in builtin_profiles().values():
-        assert parse_profile(profile_json(profile)) == profile
+        assert parse_profile(encode(profile)) == profile
         assert profile.source
         assert profile.date
 

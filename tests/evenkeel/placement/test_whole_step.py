@@ -19,7 +19,8 @@ from evenkeel.placement import (
     whole_step_seconds,
 )
 from evenkeel.placement.calibration import measured_samples, with_whole_steps
-from evenkeel.placement.hardware import StepCosts, parse_profile, profile_json
+from evenkeel.placement.fields import encode
+from evenkeel.placement.hardware import StepCosts, parse_profile
 from evenkeel.placement.whole_step import (
     MEASURED,
     MEASURED_ONE_RANK,
@@ -104,7 +105,7 @@ def test_what_a_profile_says_of_steps_is_used_and_kept() -> None:
     request = _request(2, _table("a", Mode.HBM_ONLY))
     profile = request.profile
     torchrec = replace(profile.costs(Runtime.TORCHREC), step=replace(COSTS, host_s=0.5))
-    own = parse_profile(json.loads(json.dumps(profile_json(replace(profile, runtimes={"torchrec": torchrec})))))
+    own = parse_profile(json.loads(json.dumps(encode(replace(profile, runtimes={"torchrec": torchrec})))))
     assert own.costs(Runtime.TORCHREC).step == replace(COSTS, host_s=0.5)
     asked = replace(request, hardware=own)
     assert whole_step_seconds(asked, plan(asked)) == pytest.approx(0.502, rel=1e-3)

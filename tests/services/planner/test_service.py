@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -241,7 +242,7 @@ def test_a_search_answers_with_the_plan_that_it_has_when_its_time_is_up(client: 
     asked = _slow_job() | {"solver": {"ratio_steps": 60, "time_limit_s": limit, "gap": 0}}
     asked["topology"] = {"ranks": 8, "hbm_bytes": 6_000_000_000, "host_bytes": 400 << 30}
     found = client.post("/v1/plans", json=asked)
-    assert found.elapsed.total_seconds() < limit + 3
+    assert found.elapsed.total_seconds() < limit + 1.5
     if found.status_code == 422:  # a slow machine had not priced all tables by then
         assert found.json()["errors"][0]["field"] == "solver.time_limit_s"
     else:
@@ -312,10 +313,10 @@ def _metric(service: Served, name: str, text: str | None = None) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
 
 
-def _wait(service: Served, name: str, value: float, seconds: float = 60) -> None:
+def _wait(until: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
-    while _metric(service, name) < value:
-        assert time.monotonic() < deadline, f"{name} did not reach {value}"
+    while not until():
+        assert time.monotonic() < deadline, inspect.getsource(until)
         time.sleep(0.05)
 
 
@@ -331,18 +332,17 @@ def test_a_search_is_given_up_when_the_client_goes_away_and_a_full_queue_refuses
         connection = socket.create_connection((host, int(port)))
         connection.sendall(head.encode() + body)
         sockets.append(connection)
-        _wait(service, ("evenkeel_planner_running_requests", "evenkeel_planner_waiting_requests")[number], 1)
+        gauge = ("evenkeel_planner_running_requests", "evenkeel_planner_waiting_requests")[number]
+        _wait(lambda gauge=gauge: _metric(service, gauge) == 1)  # type: ignore[misc]
     refused = httpx.post(f"{service.url}/v1/plans", json=JOB, trust_env=False)
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
     assert httpx.get(f"{service.url}/healthz", trust_env=False).status_code == 200
     for connection in sockets:
         connection.close()
-    _wait(service, "evenkeel_planner_cancelled_total", before + 1)
-    deadline = time.monotonic() + 60
-    while httpx.post(f"{service.url}/v1/plans", json=JOB, timeout=60, trust_env=False).status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    _wait(lambda: _metric(service, "evenkeel_planner_cancelled_total") > before, 10)
+    _wait(lambda: _metric(service, "evenkeel_planner_running_requests") == 0, 10)
+    assert httpx.post(f"{service.url}/v1/plans", json=JOB, timeout=60, trust_env=False).status_code == 200
     assert "never awaited" not in service.log.read_text()
 
 

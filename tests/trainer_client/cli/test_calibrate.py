@@ -39,10 +39,10 @@ def test_measuring_says_what_it_measures() -> None:
 
 
 def test_fbgemms_measured_steps_are_fitted_within_a_tenth() -> None:
-    _, errors = fit_runtime(builtin_profile("h200"), Runtime.TORCHREC, measured_steps(VALUES["kernels"]["torchrec"]))
-    assert {error.mode.value for error in errors} == {"HBM_ONLY", "CACHING", "HOST_ONLY"}
-    for error in errors:
-        assert error.predicted_s == pytest.approx(error.measured_s, rel=0.1)
+    _, fitted = fit_runtime(builtin_profile("h200"), Runtime.TORCHREC, measured_steps(VALUES["kernels"]["torchrec"]))
+    assert {step.mode.value for step, _ in fitted} == {"HBM_ONLY", "CACHING", "HOST_ONLY"}
+    for step, predicted in fitted:
+        assert predicted == pytest.approx(step.seconds, rel=0.1)
 
 
 def test_predicted_bytes_are_what_fbgemm_allocated() -> None:

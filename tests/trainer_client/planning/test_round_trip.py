@@ -153,11 +153,13 @@ def _check(found: ShardingPlan, request: PlanRequest, planned: Plan, *, ranks: b
                 assert [str(s.placement) for s in shards] == [f"rank:{r}/cuda:{r % local}" for r in got.ranks]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
-def test_every_exit_says_what_the_plan_says(seed: int, depth: int, tmp_path: Path) -> None:
-    request = _request(seed, scale=1000, depth=depth)
-    planned = plan(request)
+_INSTANCES = [_request(seed, scale=1000, depth=depth) for seed in range(6) for depth in (1, 2)]
+_INSTANCES += [_choosing(seed, scale=1000) for seed in range(4)]
+
+
+@pytest.mark.parametrize("asked", _INSTANCES, ids=range(len(_INSTANCES)))
+def test_every_exit_says_what_the_plan_says(asked: PlanRequest, tmp_path: Path) -> None:
+    request, planned = asked, plan(asked)
     model = _Model(request)
     whole = sharding_plan(model, request, planned)
     _check(whole, request, planned, ranks=True)
@@ -169,25 +171,11 @@ def test_every_exit_says_what_the_plan_says(seed: int, depth: int, tmp_path: Pat
     assert module["plan"] == whole
     constraints = parameter_constraints(request, planned)
     pasted: dict[str, Any] = {}
-    exec(lines_to_paste(request, planned), pasted)
+    lines = lines_to_paste(request, planned)
+    exec(lines, pasted)
     assert pasted["constraints"] == constraints
+    assert ("--sharding-plan" in lines) is any(placed.ranks for placed in planned.placements), "ranks are left open"
     machines = TorchRecTopology(world_size=4, local_world_size=2, compute_device="cuda", hbm_cap=2**45, ddr_cap=2**48)
-    theirs = EmbeddingShardingPlanner(topology=machines, constraints=constraints).plan(model, _SHARDERS)
-    _check(theirs, request, planned, ranks=False)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_the_planner_chooses_leaves_by_every_exit(seed: int) -> None:
-    request = _choosing(seed, scale=1000)
-    planned = plan(request)
-    model = _Model(request)
-    whole = sharding_plan(model, request, planned)
-    _check(whole, request, planned, ranks=True)
-    module: dict[str, Any] = {}
-    exec(sharding_plan_module(request, planned, "sharding"), module)
-    assert module["plan"] == whole
-    machines = TorchRecTopology(world_size=4, local_world_size=2, compute_device="cuda", hbm_cap=2**45, ddr_cap=2**48)
-    constraints = parameter_constraints(request, planned)
     theirs = EmbeddingShardingPlanner(topology=machines, constraints=constraints).plan(model, _SHARDERS)
     _check(theirs, request, planned, ranks=False)
 
@@ -232,19 +220,9 @@ def _train(rank: int, seed: int, choosing: bool) -> None:
     assert torch.isfinite(loss)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_distributed_model_parallel_holds_the_shards_of_the_plan(seed: int) -> None:
-    run_ranks(2, _train, seed, False)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_distributed_model_parallel_holds_what_the_planner_chose(seed: int) -> None:
-    run_ranks(2, _train, seed, True)
-
-
-def test_constraints_say_that_ranks_are_left_open() -> None:
-    request = _request(0, scale=1000)
-    assert "--sharding-plan" in lines_to_paste(request, plan(request))
+@pytest.mark.parametrize(("seed", "choosing"), [(0, False), (1, False), (2, False), (0, True), (1, True)])
+def test_distributed_model_parallel_holds_the_shards_of_the_plan(seed: int, choosing: bool) -> None:
+    run_ranks(2, _train, seed, choosing)
 
 
 def test_a_module_of_a_table_without_a_group_is_asked_for(tmp_path: Path) -> None:
