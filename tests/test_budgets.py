@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13144, 9500),
-    "services": (4550, 4500),
+    "evenkeel": (12968, 9500),
+    "services": (4530, 4500),
     "services/balancer": (1750, 2000),
-    "trainer_client": (21095, 15000),
+    "trainer_client": (21071, 15000),
     "trainer_client/balancing": (11085, 8000),
-    "tests": (29295, 20000),
-    "benchmarks": (7998, 8000),
+    "tests": (29293, 20000),
+    "benchmarks": (7993, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
 

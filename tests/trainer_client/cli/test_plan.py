@@ -236,6 +236,8 @@ def test_a_service_gives_the_same_plan(plan: Plan, tmp_path: Path, monkeypatch: 
     here = plan(*flags)
     with served(tmp_path) as running:
         assert plan(*flags, "--url", running.url).stdout == here.stdout
+        lost = plan(*flags, "--url", f"{running.url}/nowhere")
+        assert (lost.exit_code, "404" in lost.stderr) == (2, True)
         monkeypatch.setenv("EVENKEEL_PLANNER", running.url)
         assert plan(*flags).stdout == here.stdout
     assert plan(*flags, "--planner", "embedded").stdout == here.stdout
