@@ -18,6 +18,7 @@ DEFAULT_RESERVE = 0.15
 
 _UNITS = {"": 1, **dict(zip("KMBGT", (10**3, 10**6, 10**9, 10**9, 10**12), strict=True))}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_MOST_DIGITS = 400
 QUANTITY = re.compile(r"([-+]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)(K|M|B|G|T|KiB|MiB|GiB|TiB)?$")
 
 
@@ -51,17 +52,42 @@ def parse_json(text: str | bytes, where: str = "") -> Any:
         ValueError: If it is no JSON.
         RecursionError: If it is too deep.
     """
+    doubles: list[tuple[dict[str, Any], str]] = []
 
     def construct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, value in pairs:
             if name in made:
-                field = f"{where}: {name}" if where else name
-                raise InvalidInputError(field, name, "is there twice in one object", "keep one of them")
+                doubles.append((made, name))
             made[name] = _number(value) if name in _NUMERIC and isinstance(value, str) else value
         return made
 
-    return json.loads(text, object_pairs_hook=construct)
+    value = json.loads(text, object_pairs_hook=construct, parse_int=_whole)
+    for made, name in doubles:
+        if (path := _path_to(made, value)) is not None:  # else it is in a value that another one has replaced
+            field = f"{path}.{name}" if path else name
+            what = "is there twice in one object"
+            raise InvalidInputError(f"{where}: {field}" if where else field, name, what, "keep one of them")
+    return value
+
+
+def _whole(digits: str) -> int | float:
+    """A whole number; one of more digits than any double has is infinite, as it is with an exponent."""
+    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
+
+
+def _path_to(wanted: object, value: object) -> str | None:
+    """Where an object is in a JSON value, such as `tables[0].access`; `None` where it is not there."""
+    left = [("", value)]
+    while left:
+        path, each = left.pop()
+        if each is wanted:
+            return path
+        if isinstance(each, dict):
+            left += [(f"{path}.{name}" if path else name, item) for name, item in each.items()]
+        elif isinstance(each, list):
+            left += [(f"{path}[{index}]", item) for index, item in enumerate(each)]
+    return None
 
 
 def _number(text: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 from evenkeel.placement.invalid_input import InvalidInputError, require
 
 T = TypeVar("T")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,4 +238,6 @@ def _scalar(hint: Any, value: Any, path: str) -> Any:
             value.encode()
         except UnicodeEncodeError:
             raise InvalidInputError(path, value, "holds half a character", "send valid Unicode") from None
+        what = "holds a control character, such as the end of a line"
+        require(_CONTROL.search(value) is None, path, value, what, "leave it out")
     return value

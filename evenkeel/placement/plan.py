@@ -118,11 +118,11 @@ class Shortage:
         binding: `hbm`, `host` or `both`: the budget that no plan can keep, given the other.
         hbm_shortfall_bytes: HBM that a rank lacks to `smallest_hbm_bytes`; `None` where that is.
         host_shortfall_bytes: Memory that a host lacks to `smallest_host_bytes`; `None` where that is.
-        smallest_hbm_bytes: Smallest HBM of a rank that is known to do, host memory being what it is, reservations and
-            workspace included; `None` where none is known.
+        smallest_hbm_bytes: Smallest HBM of a GPU that is known to do, host memory being what it is, reservations and
+            workspace included; `None` where none is known, and where the request is for ranks without GPUs.
         smallest_host_bytes: Smallest memory of a host that is known to do, HBM being what it is, likewise.
-        least_hbm_bytes: No HBM of a rank below this does: proved. Where it equals `smallest_hbm_bytes`, that is the
-            smallest there is. `None` where no HBM would do.
+        least_hbm_bytes: No HBM of a GPU below this does: proved. Where it equals `smallest_hbm_bytes`, that is the
+            smallest there is. `None` where no HBM would do, and without GPUs.
         least_host_bytes: No memory of a host below this does, likewise.
         tables: The tables that take most of the binding budget even in the most frugal plan, largest first.
         explanation: All of it in a sentence.

@@ -122,7 +122,7 @@ def _explain(
 ) -> str:
     what = {
         "hbm": "HBM is too small whatever the host memory",
-        "host": "host memory is too small whatever the HBM",
+        "host": f"host memory is too small {'whatever the HBM' if request.topology.hbm_bytes else 'without GPUs'}",
         "both": "HBM and host memory are too small together",
     }[binding]
     if homeless:
@@ -131,7 +131,7 @@ def _explain(
         what = f"there {are} of which no shard fits on a rank ({named}): more column shards, or row_wise, are smaller"
     machines = request.topology
     places = (
-        ("of HBM on every rank", machines.hbm_reserved_bytes or machines.hbm_reserved_fraction),
+        ("of HBM on every GPU", machines.hbm_reserved_bytes or machines.hbm_reserved_fraction),
         ("of memory on every host", machines.host_reserved_bytes or machines.host_reserved_fraction),
     )
     remedies = [

@@ -107,12 +107,13 @@ def _json(body: bytes) -> Any:
     except InvalidInputError:
         raise
     except json.JSONDecodeError as error:
-        excerpt = error.doc[max(0, error.pos - _EXCERPT) : error.pos + _EXCERPT]
+        # Of bytes that are no text, such as a mark of their order alone, nothing is left to show.
+        excerpt = error.doc[max(0, error.pos - _EXCERPT) : error.pos + _EXCERPT].strip() or repr(body[:_EXCERPT])
         why = f"{error.msg} at line {error.lineno}, column {error.colno}"
     except UnicodeDecodeError as error:
         excerpt = repr(body[max(0, error.start - _EXCERPT) : error.start + _EXCERPT])
         why = f"byte {error.start} is no {error.encoding}"
     except (ValueError, RecursionError) as error:
         excerpt, why = body[:_EXCERPT].decode("utf-8", "replace"), str(error)
-    wrong = InvalidInputError("body", excerpt or "nothing", f"is no JSON: {why}", "send one JSON object")
+    wrong = InvalidInputError("body", excerpt if body else "nothing", f"is no JSON: {why}", "send one JSON object")
     raise ServiceError(400, "Not JSON", wrong, kind="no-json")

@@ -36,7 +36,7 @@ def test_reservations_are_taken_off_and_put_back() -> None:
     assert shortage.smallest_hbm_bytes is not None
     enough = replace(topology, hbm_bytes=shortage.smallest_hbm_bytes)
     assert plan(replace(asked, topology=enough)).status is Status.OPTIMAL
-    assert " of HBM on every rank (with what is reserved of it)" in shortage.explanation
+    assert " of HBM on every GPU (with what is reserved of it)" in shortage.explanation
     assert ",;" not in shortage.explanation
     assert ",." not in shortage.explanation
 
@@ -60,6 +60,17 @@ def test_no_budget_is_named_where_none_that_there_may_be_does(reserved: float) -
     assert shortage is not None
     assert (shortage.smallest_hbm_bytes, shortage.least_hbm_bytes) == (None, None)
     assert "no HBM of a rank is enough" in shortage.explanation
+
+
+def test_without_gpus_only_memory_of_hosts_is_named() -> None:
+    asked = request(random_tables(4, 2), hbm_gib=0, host_gib=0.1)
+    shortage = plan(asked).shortage
+    assert shortage is not None
+    assert shortage.smallest_host_bytes is not None
+    assert (shortage.smallest_hbm_bytes, shortage.least_hbm_bytes, shortage.hbm_shortfall_bytes) == (None,) * 3
+    assert "HBM" not in shortage.explanation
+    enough = replace(asked, topology=replace(asked.topology, host_bytes=shortage.smallest_host_bytes))
+    assert plan(enough).status is Status.OPTIMAL
 
 
 def test_smallest_budgets_are_proved_or_given_as_an_interval() -> None:

@@ -109,7 +109,7 @@ def test_a_late_answer_of_an_older_question_is_not_shown(page: Page) -> None:
 def test_too_small_budgets_offer_what_would_do(page: Page) -> None:
     page.change("#hbm", "0.5")
     assert page.text("#headline") == "Nothing fits"
-    assert "of HBM on every rank" in page.text("#problem")
+    assert "of HBM on every GPU" in page.text("#problem")
     assert not page.find("#answer").is_displayed()
     assert page.count("#curve path.line") == 1
     with page.answered():

@@ -123,6 +123,8 @@ def test_what_if_hit_rates_and_profiles_answer(client: httpx.Client) -> None:
         ({"tables": [{"name": "a", "rows": 10**30, "dim": 4}]}, "tables[0].rows"),
         ({"tables": [{"name": "a", "rows": 5, "dim": 4, "color": "red"}]}, "tables[0].color"),
         ({"tables": [{"name": "a", "rows": 5, "dim": 4, "modes": ["SSD"]}]}, "tables[0].modes[0]"),
+        ({"tables": [{"name": "\0", "rows": 5, "dim": 4}]}, "tables[0].name"),
+        ({"tables": [{"name": "a", "rows": 5, "dim": 4, "group": "two\nlines"}]}, "tables[0].group"),
         ({"topology": {"ranks": 8, "hbm_bytes": -1}}, "topology.hbm_bytes"),
         ({"topology": {"ranks": 8, "hbm_bytes": 1, "ranks_per_host": 3}}, "topology.ranks_per_host"),
         ({"topology": None}, "topology"),
@@ -180,6 +182,8 @@ def test_a_body_that_is_no_json_says_where_and_one_of_another_kind_is_refused(cl
     assert wrong["field"] == "body"
     assert "line 1, column 15" in wrong["problem"]
     assert ",,}" in wrong["value"]
+    (wrong,) = client.post("/v1/plans", content=b"\xff\xfe").json()["errors"]
+    assert wrong["value"] == "b'\\xff\\xfe'"
     refused = client.post("/v1/plans", content=b"<plan/>", headers={"Content-Type": "application/xml"})
     assert refused.status_code == 415
     assert refused.json()["errors"][0]["value"] == "application/xml"
@@ -191,8 +195,10 @@ def test_whole_numbers_may_be_written_with_an_exponent(client: httpx.Client) -> 
     short = json.dumps(JOB).replace("40000000,", "4e7,")
     assert "4e7" in short
     assert client.post("/v1/plans", content=short).json() == client.post("/v1/plans", json=JOB).json()
-    half = client.post("/v1/plans", content=short.replace("4e7", "0.5")).json()
-    assert half["errors"][0]["field"] == "tables[0].rows"
+    for wrong in ("0.5", "1e400", "9" * 5000):
+        refused = client.post("/v1/plans", content=short.replace("4e7", wrong))
+        assert refused.status_code == 422
+        assert refused.json()["errors"][0]["field"] == "tables[0].rows"
 
 
 def test_a_time_limit_that_is_over_while_the_request_is_read_is_named(client: httpx.Client) -> None:
@@ -254,7 +260,7 @@ def test_a_field_that_is_there_twice_is_refused(client: httpx.Client) -> None:
     text = json.dumps(JOB).replace('"rows": 20000', '"rows": 20000, "rows": 30000')
     answer = client.post("/v1/plans", content=text)
     assert answer.status_code == 422
-    assert answer.json()["errors"][0]["field"] == "rows"
+    assert answer.json()["errors"][0]["field"] == "tables[2].rows"
     assert "twice" in answer.json()["errors"][0]["problem"]
 
 

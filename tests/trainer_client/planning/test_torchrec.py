@@ -224,6 +224,6 @@ def test_a_planner_that_is_absent_is_told_and_where_it_was_looked_for() -> None:
 def test_a_plan_in_which_nothing_fits_says_so_when_it_is_applied(runtime: Runtime) -> None:
     request = replace(_request(describe_model(_Model()), hbm_bytes=1 << 20, host_bytes=0), runtime=runtime)
     apply = torchrec_options if runtime is Runtime.TORCHREC else dynamicemb_options
-    said = r"plan\.status: holds no placements: .*HBM on every rank.*give more memory"
+    said = r"plan\.status: holds no placements: .*HBM on every GPU.*give more memory"
     with pytest.raises(InvalidInputError, match=said):
         apply(request, plan(request))
