@@ -135,7 +135,7 @@ def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
                 raise InvalidInputError(table.name, path, "is in two modules", "give tables names of their own")
             found[table.name] = table
     for what, by in given.items():
-        for name in by.keys() - found.keys():
+        for name in sorted(by.keys() - found.keys()):
             raise InvalidInputError(f"{what}[{name!r}]", name, "is no table", f"use one of: {', '.join(sorted(found))}")
     return tuple(found.values())
 

@@ -365,7 +365,7 @@ def _applied_optimizers(model: nn.Module) -> dict[str, Optimizer]:
         parameters = dict(module.named_parameters())
         for config in module_configs(module):
             own = [parameter for path, parameter in parameters.items() if f".{config.name}." in f".{path}"]
-            for kind in {kind for parameter in own for kind in getattr(parameter, "_optimizer_classes", ())}:
+            for kind in [kind for parameter in own for kind in getattr(parameter, "_optimizer_classes", ())]:
                 if kind.__name__ not in _OPTIMIZERS:
                     remedy = f"use one of: {', '.join(_OPTIMIZERS)}"
                     raise InvalidInputError(f"{config.name}.optimizer", kind.__name__, "is not planned for", remedy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -95,6 +96,37 @@ def test_fewer_choices_never_beat_the_bound_of_more(seed: int) -> None:
         assert found.seconds is not None
         assert found.bound_seconds <= less.seconds * (1 + 1e-9)
         assert found.seconds <= less.seconds * (1 + 1e-7)
+
+
+SEVERAL_PLANS = """
+import json, sys
+from dataclasses import replace
+from evenkeel.placement import SolverOptions, plan
+from evenkeel.placement.fields import encode
+from tests.evenkeel.placement.instances import mixed_request, random_tables, request
+
+def asked(seed):
+    if seed < 20:
+        return replace(mixed_request(seed), solver=SolverOptions(ratio_steps=10))
+    tables = random_tables(4, seed, pooled=True, sharding=("row_wise", "table_wise", "column_wise"))
+    return request(tables, hbm_gib=2.2, host_gib=60, runtime="torchrec", solver=SolverOptions(ratio_steps=10))
+
+seeds = list(range(24))[:: int(sys.argv[1])]
+print(json.dumps(sorted([seed, encode(plan(asked(seed)))] for seed in seeds)))
+"""
+
+
+def test_plans_are_the_same_in_every_process_whatever_was_planned_before() -> None:
+    answers = []
+    for seed, order in (("1", "1"), ("2", "-1")):
+        command = [sys.executable, "-c", SEVERAL_PLANS, order]
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+        assert ran.returncode == 0, ran.stderr
+        answers.append(json.loads(ran.stdout))
+    assert answers[0] == answers[1]
+    statuses = [answer["status"] for _, answer in answers[0]]
+    assert statuses.count("OPTIMAL") >= 15, "others may hang on the time that they took"
 
 
 def test_a_wide_table_that_is_not_cached_does_not_widen_the_cache() -> None:

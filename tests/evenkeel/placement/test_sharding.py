@@ -157,12 +157,6 @@ def test_a_model_of_26_tables_is_near_a_bound() -> None:
     assert hbm <= request.topology.hbm_bytes - found.workspace_bytes + (1 << 20)
 
 
-def test_a_choice_of_shardings_is_the_same_each_time() -> None:
-    tables = random_tables(5, 5, pooled=True, modes=(Mode.HBM_ONLY, Mode.HOST_ONLY), sharding=ALL)
-    asked = ask(tables, 3.5)
-    assert plan(asked, clock=time.process_time) == plan(asked, clock=time.process_time)
-
-
 def test_smallest_memory_for_whole_tables_is_near_what_is_proved() -> None:
     tables = random_tables(9, 1, pooled=True, sharding=Sharding.TABLE_WISE, modes=(Mode.HBM_ONLY,))
     asked = ask(tables, 2.5, time_limit_s=10)
