@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from decimal import Decimal
 from typing import Any
@@ -52,22 +52,23 @@ def parse_json(text: str | bytes, where: str = "") -> Any:
         ValueError: If it is no JSON.
         RecursionError: If it is too deep.
     """
-    doubles: list[tuple[dict[str, Any], str]] = []
+    doubled: dict[int, tuple[dict[str, Any], str]] = {}  # by identity; an object that is held here keeps its own
 
     def construct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, value in pairs:
             if name in made:
-                doubles.append((made, name))
+                doubled.setdefault(id(made), (made, name))
             made[name] = _number(value) if name in _NUMERIC and isinstance(value, str) else value
         return made
 
     value = json.loads(text, object_pairs_hook=construct, parse_int=_whole)
-    for made, name in doubles:
-        if (path := _path_to(made, value)) is not None:  # else it is in a value that another one has replaced
-            field = f"{path}.{name}" if path else name
-            what = "is there twice in one object"
-            raise InvalidInputError(f"{where}: {field}" if where else field, name, what, "keep one of them")
+    if doubled:
+        try:
+            _refuse_doubles(value, doubled)
+        except InvalidInputError as error:
+            field = f"{where}: {error.field}" if where else error.field
+            raise InvalidInputError(field, error.value, error.problem, error.remedy) from None
     return value
 
 
@@ -76,18 +77,19 @@ def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
 
 
-def _path_to(wanted: object, value: object) -> str | None:
-    """Where an object is in a JSON value, such as `tables[0].access`; `None` where it is not there."""
-    left = [("", value)]
-    while left:
-        path, each = left.pop()
-        if each is wanted:
-            return path
-        if isinstance(each, dict):
-            left += [(f"{path}.{name}" if path else name, item) for name, item in each.items()]
-        elif isinstance(each, list):
-            left += [(f"{path}[{index}]", item) for index, item in enumerate(each)]
-    return None
+def _refuse_doubles(value: object, doubled: Mapping[int, tuple[object, str]]) -> None:
+    """Refuses a JSON value with an object that has a field twice; one that another value has replaced is in none."""
+    if id(value) in doubled:
+        _, name = doubled[id(value)]
+        raise InvalidInputError(name, name, "is there twice in one object", "keep one of them")
+    steps: Iterable[tuple[Any, object]] = ()
+    if isinstance(value, dict | list):
+        steps = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, item in steps:
+        try:
+            _refuse_doubles(item, doubled)
+        except InvalidInputError as error:
+            raise error.under(f"[{name}]" if isinstance(value, list) else name) from None
 
 
 def _number(text: str) -> Any:

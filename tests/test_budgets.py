@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13000, 9500),
+    "evenkeel": (13002, 9500),
     "services": (4531, 4500),
     "services/balancer": (1750, 2000),
-    "trainer_client": (21074, 15000),
-    "trainer_client/balancing": (11085, 8000),
+    "trainer_client": (21075, 15000),
+    "trainer_client/balancing": (11086, 8000),
     "tests": (29331, 20000),
     "benchmarks": (7993, 8000),
 }
