@@ -7,6 +7,7 @@ of every size would have missed.
 
 from evenkeel.key_statistics.curves import MeasuredCurve, miss_curve
 from evenkeel.key_statistics.files import dumps, loads, with_statistics
+from evenkeel.key_statistics.heavy import heavy_hitters
 from evenkeel.key_statistics.sampler import KeySampler
 from evenkeel.key_statistics.trace import KeyTrace, merge
 
@@ -15,6 +16,7 @@ __all__ = [
     "KeyTrace",
     "MeasuredCurve",
     "dumps",
+    "heavy_hitters",
     "loads",
     "merge",
     "miss_curve",

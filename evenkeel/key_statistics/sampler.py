@@ -16,15 +16,15 @@ Array = npt.NDArray[Any]
 _COUNTED = 64
 """Steps of which all keys are counted, evenly spaced: they show what a sample overstates."""
 _LEAST_ROOM = 1 << 12
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def hashed(keys: Array) -> Array:
     """(n,) uint64 hashes of integer keys, by SplitMix64's permutation: no two keys have one hash."""
-    mixed = keys.astype(np.int64).view(np.uint64) + _GOLDEN
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
+    mixed = keys.astype(np.int64).view(np.uint64) + GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * SECOND
     found: Array = mixed ^ (mixed >> np.uint64(31))
     return found
 

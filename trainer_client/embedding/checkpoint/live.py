@@ -254,6 +254,8 @@ def load(
         fitting = {t.name: _Load(checkpoint, collection, t, optimizer, convert=convert) for t in collection.configs}
     with _raised_by_all(collection, path):
         loaded = {name: one.run() for name, one in fitting.items()}
+    if collection.hot is not None:
+        collection.hot.restart()
     totals = {name: sum(each[name] for each in _gather(loaded, collection)) for name in loaded}
     for name, total in totals.items():
         saved = sum(checkpoint.records[name].rows)

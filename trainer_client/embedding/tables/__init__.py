@@ -3,15 +3,19 @@
 from trainer_client.embedding.tables.clipping import clip_grad_norm_
 from trainer_client.embedding.tables.collection import RoutedEmbeddingCollection
 from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory
+from trainer_client.embedding.tables.hot_choice import HotChoice, HotCosts, choose_hot_rows
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable, OwnedTable
 
 __all__ = [
     "BlockTable",
+    "HotChoice",
+    "HotCosts",
     "KeyBatch",
     "KeyTable",
     "OwnedTable",
     "RoutedEmbeddingCollection",
     "RoutedTable",
     "TableFactory",
+    "choose_hot_rows",
     "clip_grad_norm_",
 ]

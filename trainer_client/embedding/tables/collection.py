@@ -22,6 +22,7 @@ from trainer_client.embedding.tables.exchange import (
     exchange_group,
     raise_together,
 )
+from trainer_client.embedding.tables.hot import HotRows
 from trainer_client.embedding.tables.part import RankLocal, module_name, rows_of_other_ranks
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable
 
@@ -102,6 +103,7 @@ class RoutedEmbeddingCollection(RankLocal):
         if torch.device(device).type == "cpu":
             warm_up()
         self._device = torch.device(device)
+        self.hot: HotRows | None = None
         self.tables: dict[str, Any] = {}
         for table in tables:
             built = make_table(table, self.rank, self.world_size, torch.device(device))
@@ -112,6 +114,26 @@ class RoutedEmbeddingCollection(RankLocal):
             self.tables[table.name] = built
         dims = sorted({table.embedding_dim for table in tables})
         self._groups = [[table for table in tables if table.embedding_dim == dim] for dim in dims]
+
+    def hold_hot_rows(self, keys: Mapping[str, Tensor] | None) -> None:
+        """Chooses the rows whose values all ranks get in each step, so that their lookups stay at home.
+
+        Results, gradients and checkpoints are those without, to rounding. All ranks call it together, at any time
+        between two steps.
+
+        Args:
+            keys: By table, the keys of its hot rows, such as `choose_hot_rows` finds; those of rank 0 hold for all.
+                None or nothing: no row is hot.
+
+        Raises:
+            ValueError: If there is no such table, a continuous one has no such row, or keys are no integers; on all
+                ranks.
+        """
+        sent = [{name: torch.as_tensor(hot).cpu() for name, hot in (keys or {}).items()} if self.rank == 0 else None]
+        if self.world_size > 1:
+            dist.broadcast_object_list(sent, group=exchange_group(self.group), group_src=0)
+        hot = HotRows(self.configs, sent[0] or {}, rank=self.rank, world_size=self.world_size)
+        self.hot = hot if sent[0] and self.world_size > 1 else None  # a rank that is alone has all rows at home
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes come from other ranks: nothing to compile
     def forward(self, batch: Any) -> dict[str, Tensor]:
@@ -126,14 +148,28 @@ class RoutedEmbeddingCollection(RankLocal):
         Raises:
             ValueError: If on one rank a feature is missing or a table does not take a key; on all in the same step.
         """
+        if self.hot is not None:
+            device = next((parameter.device for parameter in self.parameters()), self._device)
+            self.hot.refresh(self.tables, device, exchange_group(self.group))
         try:
             parts = self._parts(batch)
         except Exception as problem:
             self._fail(problem, len(self._features(self._groups[0])))
         results: dict[str, Tensor] = {}
         for part, tables in zip(parts, self._groups, strict=True):
-            results.update(self._pool(*self._look_up(part, tables), part, tables))
+            results.update(self._pool(*self._look_up_hot(part, tables), part, tables))
         return results
+
+    def _look_up_hot(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[Tensor, list[int]]:
+        """As `_look_up`, which gets the lookups of rows that are not hot."""
+        try:
+            split = self.hot.split(part, tables) if self.hot is not None else None
+        except Exception as problem:
+            self._fail(problem, len(self._features(tables)))
+        if split is None:
+            return self._look_up(part, tables)
+        others, order, counts = split
+        return self._look_up(others, tables)[0].index_select(0, order), counts
 
     def _parts(self, batch: Any) -> list[KeyBatch]:
         """What each exchange is about."""
@@ -158,7 +194,7 @@ class RoutedEmbeddingCollection(RankLocal):
         raise problem
 
     def _look_up(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[Tensor, list[int]]:
-        """Embeddings (num_keys x dim) of a part's keys, in its order; and the keys of each feature."""
+        """Embeddings (num_keys x dim) of a part's keys, in its order, then of hot rows; and the keys of each feature."""
         columns = self._features(tables)
         if not self.deduplicate:
             return self._exchange(part.values, part.lengths, part.batch_sizes, columns), part.keys_per_feature()
@@ -171,14 +207,15 @@ class RoutedEmbeddingCollection(RankLocal):
         except Exception as problem:
             self._fail(problem, len(columns))
         vectors = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), columns)
-        pieces = cut(vectors, [keys.numel() for keys, _ in unique])
+        sizes = [keys.numel() for keys, _ in unique]
+        *pieces, hot = cut(vectors, [*sizes, len(vectors) - sum(sizes)])
         rows = [piece.index_select(0, inverse) for piece, (_, inverse) in zip(pieces, unique, strict=True)]
-        return torch.cat(rows), counts
+        return torch.cat([*rows, hot]), counts
 
     def _exchange(
         self, values: Tensor, lengths: Tensor, batch_sizes: Sequence[int], tables: list[RoutedTable]
     ) -> Tensor:
-        """Embeddings of keys whose features (one table each) have `batch_sizes` rows."""
+        """Embeddings of keys whose features (one table each) have `batch_sizes` rows, then all hot rows."""
         try:
             sent = block_bucketize(
                 lengths,
@@ -203,10 +240,16 @@ class RoutedEmbeddingCollection(RankLocal):
         if vectors.requires_grad and self.gradient_divide_factor != 1:
             # Divided before it travels to the owners, as a sum over ranks may not fit into a narrow type.
             vectors.register_hook(lambda gradient: gradient / self.gradient_divide_factor)  # type: ignore[no-untyped-call]
-        return vectors.index_select(0, sent.permutation.to(torch.int64))
+        order = sent.permutation.to(torch.int64)
+        if len(vectors) > len(order):
+            order = torch.cat([order, torch.arange(len(order), len(vectors), device=order.device)])
+        return vectors.index_select(0, order)
 
     def _look_up_at_owners(self, indices: Tensor, counts: Tensor, tables: list[RoutedTable]) -> Tensor:
-        """Embeddings of keys in the order in which bucketize has put them for their owners; see `exchange_counts`."""
+        """Embeddings of keys in the order in which bucketize has put them for their owners, then all hot rows.
+
+        See `exchange_counts`.
+        """
         group = exchange_group(self.group)
         to_each, from_each = exchange_counts(counts, group)
         if any(count[-1] for count in from_each):
@@ -214,6 +257,8 @@ class RoutedEmbeddingCollection(RankLocal):
         outgoing, incoming = [count[:-1] for count in to_each], [count[:-1] for count in from_each]
         send, receive = [sum(count) for count in outgoing], [sum(count) for count in incoming]
         keys = all_to_all(indices, receive, send, group)
+        if self.hot is not None:
+            keys, incoming = self.hot.with_hot(keys, incoming, tables)
         problem = None
         try:
             vectors = self._look_up_owned(keys, incoming, tables)
@@ -222,7 +267,10 @@ class RoutedEmbeddingCollection(RankLocal):
             vectors = torch.zeros(len(keys), tables[0].embedding_dim, dtype=tables[0].dtype, device=keys.device)
         refuses = any(getattr(self.tables[table.name], "refuses", True) for table in tables)
         status = Status(problem, keys.device, group) if refuses else None
-        vectors = differentiable_all_to_all(vectors, send, receive, group)
+        hot = vectors[sum(receive) :]
+        vectors = differentiable_all_to_all(vectors[: sum(receive)], send, receive, group)
+        if self.hot is not None:
+            vectors = torch.cat([vectors, self.hot.gather(hot, tables, group)])
         if status is not None:
             status.check()
         elif problem is not None:

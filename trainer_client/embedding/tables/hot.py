@@ -1,0 +1,246 @@
+"""Hot rows: the rows that most lookups want, which every rank holds during a step, so that their lookups stay at home.
+
+A row stays its owner's, with the optimizer's state. In each forward pass all ranks get the values of all hot rows, and
+in each backward pass each owner gets the sum of all ranks' gradients. Then its optimizer takes the one step that it
+would have taken without: nothing is new to optimizers, clipping, state dicts and checkpoints.
+
+Both ways lead over equal stretches of the hot rows, one a rank: owners send to these what is not their own part, and an
+all-gather gives them to all. So no owner sends more than its part to all, however many of the hot rows it owns; and
+between nodes each value travels once a node, where an All2All sends it once a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from trainer_client.embedding.routing import route
+from trainer_client.embedding.routing.ownership import as_int64
+from trainer_client.embedding.tables.config import KeyBatch, RoutedTable
+from trainer_client.embedding.tables.exchange import cut, differentiable_all_to_all
+
+# PyTorch 2.13 has new names for both.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sums: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        gathered = rows.new_empty(len(rows) * dist.get_world_size(group), rows.shape[1])
+        _gather_into(gathered, rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        result: Tensor = _ReduceScatter.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
+        return result, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        summed = rows.new_empty(len(rows) // dist.get_world_size(group), rows.shape[1])
+        _scatter_sums(summed, rows.contiguous(), group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        result: Tensor = _AllGather.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
+        return result, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The hot rows of one exchange in their slots: by owner, then by table, then by key.
+
+    Attributes:
+        keys: By table, ascending.
+        slots: By table, the slot of each of its keys.
+        sent: What this rank's tables look up for the slots that it owns.
+        counts: By table, how many of these.
+        send: Rows of this rank's slots for the stretch of each rank.
+        receive: Rows of each owner in this rank's stretch.
+        moves: Whether any rank sends to another's stretch.
+        stretch: Rows of a stretch; the last ones may be shorter.
+        size: Number of slots.
+    """
+
+    keys: dict[str, Tensor]
+    slots: dict[str, Tensor]
+    sent: Tensor
+    counts: dict[str, int]
+    send: list[int]
+    receive: list[int]
+    moves: bool
+    stretch: int
+    size: int
+
+    def find(self, table: str, keys: Tensor) -> Tensor:
+        """(n) slots of keys (n); -1 where one is not hot."""
+        hot = self.keys[table]
+        if not hot.numel():
+            return torch.full_like(keys, -1)
+        at = torch.searchsorted(hot, keys).clamp_(max=hot.numel() - 1)
+        return torch.where(hot[at] == keys, self.slots[table][at], -1)
+
+    def split(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[KeyBatch, Tensor, list[int]]:
+        """The lookups of other rows; each key's place among their rows and then the slots; and keys of each feature."""
+        counts = part.keys_per_feature()
+        if sum(counts) != part.values.numel():
+            raise ValueError(f"lengths add up to {sum(counts)}, but there are {part.values.numel()} keys")
+        features = iter(counts)
+        sizes = [sum(next(features) for _ in table.features) for table in tables]
+        pieces = zip(tables, cut(part.values, sizes), strict=True)
+        slots = torch.cat([self.find(table.name, keys) for table, keys in pieces])
+        others = slots < 0
+        before = functional.pad(others.cumsum(0), (1, 0))
+        lengths = before[functional.pad(part.lengths.cumsum(0), (1, 0))].diff()
+        values = part.values[others]
+        order = torch.where(others, before[:-1], slots + values.numel())
+        return replace(part, values=values, lengths=lengths, weights=None), order, counts
+
+
+class HotRows:
+    """The hot rows of a collection; all of its ranks have the same and use them together.
+
+    A table of keys has a row only once its key is looked up in training. Until then such a key goes the ordinary way:
+    the owners are asked what they hold in the first lookup, the second, the fourth, the eighth, and so on.
+    """
+
+    def __init__(
+        self, tables: Sequence[RoutedTable], keys: Mapping[str, Tensor], *, rank: int, world_size: int
+    ) -> None:
+        """Starts with none of them held.
+
+        Args:
+            tables: All tables of the collection.
+            keys: By table, in any order; the same on all ranks.
+            rank: This rank.
+            world_size: Ranks that share the tables, at least 2.
+
+        Raises:
+            ValueError: If there is no such table, or a continuous one has no such row.
+        """
+        self._tables = {table.name: table for table in tables}
+        self._rank, self._world_size = rank, world_size
+        self._keys = dict.fromkeys(self._tables, torch.empty(0, dtype=torch.int64))
+        for name, given in keys.items():
+            table = self._tables.get(name)
+            if table is None:
+                raise ValueError(f"hot rows are named of table {name!r}; the tables are {', '.join(self._tables)}")
+            hot = torch.unique(as_int64(given.cpu()))
+            if table.resolved_routing.dist_type == "continuous" and hot.numel():
+                worst = hot[-1] if hot[0] >= 0 else hot[0]
+                if not 0 <= worst < table.num_embeddings:
+                    raise ValueError(
+                        f"table {name}: hot row {int(worst)} is outside of 0 to {table.num_embeddings - 1}; continuous "
+                        "routing takes row numbers only"
+                    )
+            self._keys[name] = hot
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what owners hold, as after a checkpoint was loaded. All ranks do it together."""
+        self._held = {name: torch.zeros_like(keys, dtype=torch.bool) for name, keys in self._keys.items()}
+        self._lookups = 0
+        self._layouts: dict[tuple[str, ...], _Layout] = {}
+
+    def refresh(self, parts: Mapping[str, Any], device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Called at the begin of each lookup, before anything can fail on a rank alone. Collective."""
+        self._lookups += 1
+        if self._lookups & (self._lookups - 1) or all(bool(held.all()) for held in self._held.values()):
+            return
+        held = torch.cat([self._held_here(name, parts[name], device) for name in self._keys])
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+        pieces = cut(held.bool().cpu(), [keys.numel() for keys in self._keys.values()])
+        self._held = dict(zip(self._keys, pieces, strict=True))
+        self._layouts = {}
+
+    def _held_here(self, name: str, part: Any, device: torch.device) -> Tensor:
+        """(keys) 1 for each hot key that this rank owns and holds, as int32."""
+        keys = self._keys[name].to(device)
+        mine = self._route(name, keys)[0] == self._rank
+        if hasattr(part, "find"):  # others than a table of keys hold all rows, or take any when they are asked
+            try:
+                mine &= part.find(keys) >= 0
+            except ValueError:  # which the lookup will raise again, on all ranks
+                mine = torch.zeros_like(mine)
+        return mine.to(torch.int32)
+
+    def _route(self, name: str, keys: Tensor) -> tuple[Tensor, Tensor]:
+        table = self._tables[name]
+        block = table.rows_per_rank(self._world_size)
+        return route(keys, table.resolved_routing, world_size=self._world_size, block_size=block)
+
+    def _layout(self, tables: Sequence[RoutedTable], device: torch.device) -> _Layout:
+        names = tuple(dict.fromkeys(table.name for table in tables))
+        layout = self._layouts.get(names)
+        if layout is None or layout.sent.device != device:
+            layout = self._layouts[names] = self._lay_out(names, device)
+        return layout
+
+    def _lay_out(self, names: tuple[str, ...], device: torch.device) -> _Layout:
+        keys = {name: self._keys[name][self._held[name]] for name in names}
+        routed = [self._route(name, hot) for name, hot in keys.items()]
+        owner, sent = (torch.cat(each) for each in zip(*routed, strict=True))
+        order = torch.argsort(owner, stable=True)
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order))
+        size, stretch = len(order), -(-len(order) // self._world_size)
+        owned = [0, *accumulate(torch.bincount(owner, minlength=self._world_size).tolist())]
+        stretches = [min(at * stretch, size) for at in range(self._world_size + 1)]
+
+        def overlap(of: int, to: int) -> int:
+            """Slots that a rank owns in the stretch of a rank."""
+            return max(0, min(owned[of + 1], stretches[to + 1]) - max(owned[of], stretches[to]))
+
+        ranks, mine = range(self._world_size), self._rank
+        return _Layout(
+            keys={name: hot.to(device) for name, hot in keys.items()},
+            slots=dict(zip(names, cut(slots.to(device), [len(hot) for hot in keys.values()]), strict=True)),
+            sent=sent[order][owned[mine] : owned[mine + 1]].to(device),
+            counts={name: int((of == mine).sum()) for name, (of, _) in zip(names, routed, strict=True)},
+            send=[overlap(mine, to) for to in ranks],
+            receive=[overlap(of, mine) for of in ranks],
+            moves=owned != stretches,
+            stretch=stretch,
+            size=size,
+        )
+
+    def split(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[KeyBatch, Tensor, list[int]] | None:
+        """See `_Layout.split`; None where none of these tables has a hot row.
+
+        Raises:
+            ValueError: If the lengths do not add up to the keys.
+        """
+        layout = self._layout(tables, part.values.device)
+        return layout.split(part, tables) if layout.size else None
+
+    def with_hot(
+        self, keys: Tensor, incoming: list[list[int]], columns: Sequence[RoutedTable]
+    ) -> tuple[Tensor, list[list[int]]]:
+        """What a rank looks up for others, and how much of each column; behind it the hot rows that it owns."""
+        layout = self._layout(columns, keys.device)
+        counts = dict(layout.counts)
+        return torch.cat([keys, layout.sent]), [*incoming, [counts.pop(table.name, 0) for table in columns]]
+
+    def gather(self, rows: Tensor, columns: Sequence[RoutedTable], group: dist.ProcessGroup | None) -> Tensor:
+        """(slots x dim) all hot rows, of the ones that this rank owns; the sum of gradients goes back. Collective."""
+        layout = self._layout(columns, rows.device)
+        if not layout.size:
+            return rows
+        if layout.moves:
+            rows = differentiable_all_to_all(rows, layout.receive, layout.send, group)
+        padded = functional.pad(rows, (0, 0, 0, layout.stretch - len(rows)))
+        gathered: Tensor = _AllGather.apply(padded, group)  # type: ignore[no-untyped-call]
+        return gathered[: layout.size]

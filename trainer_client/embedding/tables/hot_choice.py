@@ -1,0 +1,170 @@
+"""Which rows should be hot: those with which the fewest bytes go over the busiest link, and owners have equal loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainer_client.embedding.routing import owners
+from trainer_client.embedding.routing.ownership import as_int64
+from trainer_client.embedding.tables.config import RoutedTable
+
+Array = npt.NDArray[Any]
+
+_KEY = 8  # bytes of a key on its way
+_LEVEL = 1.03  # an owner's load, over the mean, above which more of its rows become hot
+_SIZES = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotCosts:
+    """What is expected of a step. A link is a rank's, or a node's if there are several nodes.
+
+    Attributes:
+        busiest_link_bytes: Of rows, gradients and keys through the busiest link, in its busier direction.
+        all_to_all_bytes: What a rank sends in All2Alls on average; without what hot rows send.
+        heaviest_owner: Rows that are asked of the owner with the most, over the mean.
+    """
+
+    busiest_link_bytes: float
+    all_to_all_bytes: float
+    heaviest_owner: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotChoice:
+    """Rows to hold.
+
+    Attributes:
+        keys: (k) int64 keys of the hot rows.
+        memory_bytes: What they take on each rank during a step.
+        without: What is expected of a step in which no row is hot, and each key of a rank is sent once.
+        expected: What is expected with them.
+    """
+
+    keys: Tensor
+    memory_bytes: int
+    without: HotCosts
+    expected: HotCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keys:
+    """(keys,) owners, ascending, and chances that a rank wants a key in a step, descending for each owner."""
+
+    owner: Array
+    wanted: Array
+    row_bytes: int
+    world_size: int
+    ranks_per_link: int
+
+    def loads(self, hot: Array) -> Array:
+        """(ranks,) rows that a rank asks of each owner."""
+        return np.bincount(self.owner, np.where(hot, 0.0, self.wanted), minlength=self.world_size)
+
+    def costs(self, hot: Array) -> HotCosts:
+        """Those of a set of hot rows, a mask over the keys."""
+        loads, both_ways = self.loads(hot), 2 * self.row_bytes
+        owned = np.bincount(self.owner[hot], minlength=self.world_size)
+        by_link, hot_by_link = (each.reshape(-1, self.ranks_per_link).sum(1) for each in (loads, owned))
+        size = int(owned.sum())
+        # Rows that are not in their owner's stretch go there; from the stretches they go around a ring.
+        ends = np.array([0, *accumulate(hot_by_link.tolist())])
+        stretches = np.linspace(0, size, len(by_link) + 1)
+        staying = np.minimum(ends[1:], stretches[1:]) - np.maximum(ends[:-1], stretches[:-1])
+        moved = float((hot_by_link - np.maximum(staying, 0)).max())
+        others = (self.world_size - 1) / self.world_size
+        asked = (self.world_size - self.ranks_per_link) * float(by_link.max())
+        return HotCosts(
+            busiest_link_bytes=asked * (both_ways + _KEY) + (size * others + moved) * both_ways,
+            all_to_all_bytes=float(loads.sum()) * others * (both_ways + _KEY),
+            heaviest_owner=float(loads.max() / loads.mean()) if loads.any() else 1.0,
+        )
+
+    def levelled(self, hot: Array) -> Array:
+        """The same set with so many more of the most wanted rows of the heaviest owners that loads are level."""
+        loads = self.loads(hot)
+        low, high = float(loads.min()), float(loads.max())
+        for _ in range(50):
+            middle = (low + high) / 2
+            fine = middle <= _LEVEL * float(np.minimum(loads, middle).mean())
+            low, high = (middle, high) if fine else (low, middle)
+        cold = np.where(hot, 0.0, self.wanted)
+        before = np.cumsum(cold) - cold  # of all owners up to here; of this one when the first of it is taken off
+        before -= np.insert(before, len(before), 0)[np.searchsorted(self.owner, np.arange(self.world_size))][self.owner]
+        result: Array = hot | (before < (loads - low)[self.owner] - 1e-12)
+        return result
+
+
+def choose_hot_rows(
+    table: RoutedTable,
+    keys: Tensor,
+    lookups: Tensor,
+    *,
+    lookups_per_rank: float,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    memory_bytes: float = 1e9,
+) -> HotChoice:
+    """Chooses the hot rows of a table by bytes, from how often its keys were looked up.
+
+    A hot row costs a rank as many bytes as one that every rank asks for in every step, each key sent once. So within
+    a node what falls is the load of the heaviest owner; between nodes a row travels once a node instead of once a rank.
+
+    Args:
+        table: The table.
+        keys: (n) keys, each once, such as `heavy_hitters` finds.
+        lookups: (n) how often each was looked up.
+        lookups_per_rank: Lookups of the table by a rank in a step.
+        world_size: Ranks that share the table.
+        ranks_per_node: How many of them a node has; all by default.
+        memory_bytes: What hot rows may take on a rank: their values, or gradients, twice.
+
+    Returns:
+        The choice; without keys where no set of hot rows lowers the bytes of the busiest link.
+
+    Raises:
+        ValueError: If keys and lookups differ in number, none was looked up, or the ranks fill no nodes.
+    """
+    per_node = world_size if ranks_per_node is None else ranks_per_node
+    if keys.shape != lookups.shape or keys.dim() != 1:
+        raise ValueError(f"keys have shape {tuple(keys.shape)}, lookups {tuple(lookups.shape)}; give one for each key")
+    if not keys.numel() or float(lookups.min()) < 0 or not float(lookups.sum()) > 0:
+        raise ValueError(f"lookups of {keys.numel()} keys have no positive sum; give the keys that were looked up")
+    if not 1 <= per_node <= world_size or world_size % per_node:
+        raise ValueError(f"ranks_per_node is {ranks_per_node}; give a divisor of world_size {world_size}")
+    wide, share = as_int64(keys).cpu(), lookups.cpu().double().numpy()
+    block = table.rows_per_rank(world_size)
+    owner = owners(wide, table.resolved_routing, world_size=world_size, block_size=block).numpy()
+    wanted = -np.expm1(lookups_per_rank * np.log1p(-np.minimum(share / share.sum(), 1 - 1e-12)))
+    order = np.lexsort((-wanted, owner))
+    row_bytes = table.embedding_dim * table.dtype.itemsize
+    every = _Keys(
+        owner=owner[order],
+        wanted=wanted[order],
+        row_bytes=row_bytes,
+        world_size=world_size,
+        ranks_per_link=1 if per_node == world_size else per_node,
+    )
+    most = int(memory_bytes / (2 * row_bytes))
+    best = np.zeros(len(order), dtype=bool)
+    without = expected = every.costs(best)
+    place = np.empty(len(order), dtype=np.int64)
+    place[np.argsort(-every.wanted, kind="stable")] = np.arange(len(order))
+    sizes = np.geomspace(1, max(min(most, len(order)), 1), _SIZES).astype(np.int64)
+    for size in np.unique([0, *sizes]):
+        hot = every.levelled(place < size)
+        if hot.sum() <= most and (costs := every.costs(hot)).busiest_link_bytes < expected.busiest_link_bytes:
+            best, expected = hot, costs
+    return HotChoice(
+        keys=wide[torch.from_numpy(order[best])],
+        memory_bytes=2 * int(best.sum()) * row_bytes,
+        without=without,
+        expected=expected,
+    )
