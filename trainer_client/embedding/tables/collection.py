@@ -194,7 +194,7 @@ class RoutedEmbeddingCollection(RankLocal):
         raise problem
 
     def _look_up(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[Tensor, list[int]]:
-        """Embeddings (num_keys x dim) of a part's keys, in its order, then of hot rows; and the keys of each feature."""
+        """Embeddings (num_keys x dim) of a part's keys, in its order, then of hot rows; and keys of each feature."""
         columns = self._features(tables)
         if not self.deduplicate:
             return self._exchange(part.values, part.lengths, part.batch_sizes, columns), part.keys_per_feature()

@@ -202,7 +202,7 @@ class HotRows:
 
         def overlap(of: int, to: int) -> int:
             """Slots that a rank owns in the stretch of a rank."""
-            return max(0, min(owned[of + 1], stretches[to + 1]) - max(owned[of], stretches[to]))
+            return int(max(0, min(owned[of + 1], stretches[to + 1]) - max(owned[of], stretches[to])))
 
         ranks, mine = range(self._world_size), self._rank
         return _Layout(
