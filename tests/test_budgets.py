@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13002, 9500),
+    "evenkeel": (13049, 9500),
     "services": (4531, 4500),
     "services/balancer": (1750, 2000),
-    "trainer_client": (21075, 15000),
+    "trainer_client": (21539, 15000),
     "trainer_client/balancing": (11086, 8000),
-    "tests": (29331, 20000),
+    "tests": (29954, 20000),
     "benchmarks": (7993, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
@@ -57,6 +57,7 @@ ROOMS = {  # words of a capability, where it lives, in how many files outside it
     "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 9),
     "sampling": (r"BatchSampler|BudgetSampler|CountedSampler", (f"{_BALANCING}/sampling/",), 4),
     "adapters": (r"torcheasyrec|recsys_examples|lightning", (f"{_BALANCING}/adapters/",), 0),
+    "hot rows": (r"HotRows|hot_choice|hold_hot", ("trainer_client/embedding/tables/hot",), 2),
     "resume": (r"[Rr]esum", (f"{_BALANCING}/resume.py", f"{_BALANCING}/windows.py"), 8),
     "learned costs": (r"LearnedCost|learned_cost", (f"{_BALANCING}/costs/",), 6),
 }

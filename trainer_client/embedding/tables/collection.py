@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from trainer_client.embedding.routing import block_bucketize, warm_up
 from trainer_client.embedding.routing.ownership import as_int64
@@ -73,6 +74,8 @@ class RoutedEmbeddingCollection(RankLocal):
             dimensions.
     """
 
+    hot: HotRows | None = None
+
     def __init__(
         self,
         tables: Sequence[RoutedTable],
@@ -103,7 +106,6 @@ class RoutedEmbeddingCollection(RankLocal):
         if torch.device(device).type == "cpu":
             warm_up()
         self._device = torch.device(device)
-        self.hot: HotRows | None = None
         self.tables: dict[str, Any] = {}
         for table in tables:
             built = make_table(table, self.rank, self.world_size, torch.device(device))
@@ -129,10 +131,18 @@ class RoutedEmbeddingCollection(RankLocal):
             ValueError: If there is no such table, a continuous one has no such row, or keys are no integers; on all
                 ranks.
         """
-        sent = [{name: torch.as_tensor(hot).cpu() for name, hot in (keys or {}).items()} if self.rank == 0 else None]
+        sent: list[Any] = [{}]
+        if self.rank == 0:
+            try:
+                for name, hot_keys in (keys or {}).items():
+                    sent[0][name] = as_int64(torch.as_tensor(hot_keys)).cpu()
+            except Exception as problem:
+                sent = [f"hot rows of table {name}: {problem}"]
         if self.world_size > 1:
             dist.broadcast_object_list(sent, group=exchange_group(self.group), group_src=0)
-        hot = HotRows(self.configs, sent[0] or {}, rank=self.rank, world_size=self.world_size)
+        if isinstance(sent[0], str):
+            raise ValueError(sent[0])
+        hot = HotRows(self.configs, sent[0], rank=self.rank, world_size=self.world_size)
         self.hot = hot if sent[0] and self.world_size > 1 else None  # a rank that is alone has all rows at home
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes come from other ranks: nothing to compile
@@ -169,7 +179,8 @@ class RoutedEmbeddingCollection(RankLocal):
         if split is None:
             return self._look_up(part, tables)
         others, order, counts = split
-        return self._look_up(others, tables)[0].index_select(0, order), counts
+        # Whose gradients of a row, many of one that is hot, are added up on GPUs in float32 whatever the rows' type.
+        return functional.embedding(order, self._look_up(others, tables)[0]), counts
 
     def _parts(self, batch: Any) -> list[KeyBatch]:
         """What each exchange is about."""
@@ -320,6 +331,8 @@ class RoutedEmbeddingCollection(RankLocal):
             if problem is not None:
                 lists[-1].append(problem)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        if self.hot is not None:
+            self.hot.restart()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self.group)] = self.group  # the copy's ranks are the same

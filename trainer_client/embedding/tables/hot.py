@@ -31,32 +31,21 @@ _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or d
 _scatter_sums: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        gathered = rows.new_empty(len(rows) * dist.get_world_size(group), rows.shape[1])
-        _gather_into(gathered, rows.contiguous(), group=group)
-        return gathered
+class _Ring(torch.autograd.Function):
+    """An all-gather of equal stretches of rows; its way back, the sum of all ranks' rows for each stretch."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        result: Tensor = _ReduceScatter.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
-        return result, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        summed = rows.new_empty(len(rows) // dist.get_world_size(group), rows.shape[1])
-        _scatter_sums(summed, rows.contiguous(), group=group)
-        return summed
+    def forward(ctx: Any, rows: Tensor, gathers: bool, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.gathers, ctx.group = gathers, group
+        ranks = dist.get_world_size(group)
+        result = rows.new_empty(len(rows) * ranks if gathers else len(rows) // ranks, rows.shape[1])
+        (_gather_into if gathers else _scatter_sums)(result, rows.contiguous(), group=group)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        result: Tensor = _AllGather.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
-        return result, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        result: Tensor = _Ring.apply(gradients[0], not ctx.gathers, ctx.group)  # type: ignore[no-untyped-call]
+        return result, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +89,8 @@ class _Layout:
             raise ValueError(f"lengths add up to {sum(counts)}, but there are {part.values.numel()} keys")
         features = iter(counts)
         sizes = [sum(next(features) for _ in table.features) for table in tables]
-        pieces = zip(tables, cut(part.values, sizes), strict=True)
-        slots = torch.cat([self.find(table.name, keys) for table, keys in pieces])
+        by_table = zip(tables, cut(part.values, sizes), strict=True)
+        slots = torch.cat([self.find(table.name, keys) for table, keys in by_table])
         others = slots < 0
         before = functional.pad(others.cumsum(0), (1, 0))
         lengths = before[functional.pad(part.lengths.cumsum(0), (1, 0))].diff()
@@ -162,8 +151,8 @@ class HotRows:
             return
         held = torch.cat([self._held_here(name, parts[name], device) for name in self._keys])
         dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
-        pieces = cut(held.bool().cpu(), [keys.numel() for keys in self._keys.values()])
-        self._held = dict(zip(self._keys, pieces, strict=True))
+        by_table = cut(held.bool().cpu(), [keys.numel() for keys in self._keys.values()])
+        self._held = dict(zip(self._keys, by_table, strict=True))
         self._layouts = {}
 
     def _held_here(self, name: str, part: Any, device: torch.device) -> Tensor:
@@ -242,5 +231,5 @@ class HotRows:
         if layout.moves:
             rows = differentiable_all_to_all(rows, layout.receive, layout.send, group)
         padded = functional.pad(rows, (0, 0, 0, layout.stretch - len(rows)))
-        gathered: Tensor = _AllGather.apply(padded, group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Ring.apply(padded, True, group)  # type: ignore[no-untyped-call]
         return gathered[: layout.size]

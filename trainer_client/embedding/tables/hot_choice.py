@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,8 +19,7 @@ from trainer_client.embedding.tables.config import RoutedTable
 Array = npt.NDArray[Any]
 
 _KEY = 8  # bytes of a key on its way
-_LEVEL = 1.03  # an owner's load, over the mean, above which more of its rows become hot
-_SIZES = 48
+_LEVELS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +64,9 @@ class _Keys:
     world_size: int
     ranks_per_link: int
 
-    def loads(self, hot: Array) -> Array:
-        """(ranks,) rows that a rank asks of each owner."""
-        return np.bincount(self.owner, np.where(hot, 0.0, self.wanted), minlength=self.world_size)
-
     def costs(self, hot: Array) -> HotCosts:
         """Those of a set of hot rows, a mask over the keys."""
-        loads, both_ways = self.loads(hot), 2 * self.row_bytes
+        loads, both_ways = self.loads(~hot), 2 * self.row_bytes
         owned = np.bincount(self.owner[hot], minlength=self.world_size)
         by_link, hot_by_link = (each.reshape(-1, self.ranks_per_link).sum(1) for each in (loads, owned))
         size = int(owned.sum())
@@ -87,19 +83,19 @@ class _Keys:
             heaviest_owner=float(loads.max() / loads.mean()) if loads.any() else 1.0,
         )
 
-    def levelled(self, hot: Array) -> Array:
-        """The same set with so many more of the most wanted rows of the heaviest owners that loads are level."""
-        loads = self.loads(hot)
-        low, high = float(loads.min()), float(loads.max())
-        for _ in range(50):
-            middle = (low + high) / 2
-            fine = middle <= _LEVEL * float(np.minimum(loads, middle).mean())
-            low, high = (middle, high) if fine else (low, middle)
-        cold = np.where(hot, 0.0, self.wanted)
-        before = np.cumsum(cold) - cold  # of all owners up to here; of this one when the first of it is taken off
-        before -= np.insert(before, len(before), 0)[np.searchsorted(self.owner, np.arange(self.world_size))][self.owner]
-        result: Array = hot | (before < (loads - low)[self.owner] - 1e-12)
-        return result
+    def loads(self, which: Array) -> Array:
+        """(ranks,) rows that a rank asks of each owner, of those in a mask."""
+        return np.bincount(self.owner, self.wanted * which, minlength=self.world_size)
+
+    def candidates(self) -> Iterator[Array]:
+        """For each of some loads, the fewest hot rows with which no owner has more: a mask over the keys."""
+        every = np.ones(len(self.owner), dtype=bool)
+        loads, up_to = self.loads(every), np.cumsum(self.wanted)
+        first = np.searchsorted(self.owner, self.owner)
+        before = up_to - self.wanted - (up_to - self.wanted)[first]  # of its owner, when it is taken off
+        levels = [np.linspace(0, loads.max(), _LEVELS), np.quantile(loads, np.linspace(0, 1, _LEVELS))]
+        for level in np.unique(levels):
+            yield before < (loads - level)[self.owner] - 1e-9
 
 
 def choose_hot_rows(
@@ -152,15 +148,11 @@ def choose_hot_rows(
         world_size=world_size,
         ranks_per_link=1 if per_node == world_size else per_node,
     )
-    most = int(memory_bytes / (2 * row_bytes))
     best = np.zeros(len(order), dtype=bool)
     without = expected = every.costs(best)
-    place = np.empty(len(order), dtype=np.int64)
-    place[np.argsort(-every.wanted, kind="stable")] = np.arange(len(order))
-    sizes = np.geomspace(1, max(min(most, len(order)), 1), _SIZES).astype(np.int64)
-    for size in np.unique([0, *sizes]):
-        hot = every.levelled(place < size)
-        if hot.sum() <= most and (costs := every.costs(hot)).busiest_link_bytes < expected.busiest_link_bytes:
+    for hot in every.candidates():
+        fits = 2 * int(hot.sum()) * row_bytes <= memory_bytes
+        if fits and (costs := every.costs(hot)).busiest_link_bytes < expected.busiest_link_bytes:
             best, expected = hot, costs
     return HotChoice(
         keys=wide[torch.from_numpy(order[best])],

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -19,7 +20,7 @@ from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection,
 
 
 def measure_deduplication(device: torch.device) -> dict[str, float]:
-    """Milliseconds of a forward and backward pass over histories with repeating keys, with and without."""
+    """Milliseconds of a forward and backward pass over histories with repeating keys: with, without, and hot rows."""
     table = RoutedTable(
         name="items",
         embedding_dim=128,
@@ -33,8 +34,10 @@ def measure_deduplication(device: torch.device) -> dict[str, float]:
     lengths = torch.full((800,), 500)
     batch = KeyBatch(features=["item"], values=keys.to(device), lengths=lengths.to(device), batch_sizes=[800])
     results: dict[str, float] = {"keys": keys.numel(), "distinct_keys": batch.values.unique().numel()}
-    for deduplicate in (False, True):
-        collection = RoutedEmbeddingCollection([table], deduplicate=deduplicate, device=device)
+    for name in ("plain", "deduplicated", "hot"):
+        collection = RoutedEmbeddingCollection([table], deduplicate=name != "plain", device=device)
+        if name == "hot":
+            collection.hold_hot_rows({"items": torch.arange(1, 2_000)})
         times = []
         for _ in range(23):
             torch.cuda.synchronize()
@@ -44,7 +47,7 @@ def measure_deduplication(device: torch.device) -> dict[str, float]:
             times.append(time.perf_counter() - start)
         slowest = torch.tensor(statistics.median(times[3:]) * 1000, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        results["deduplicated_ms" if deduplicate else "plain_ms"] = float(slowest)
+        results[f"{name}_ms"] = float(slowest)
     return results
 
 
@@ -56,9 +59,9 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     figures = measure_deduplication(device)
-    for deduplicate in (False, True):
+    for deduplicate, hot in itertools.product((False, True), repeat=2):
         train_beside_whole(
-            dist.get_rank(), dist.get_world_size(), deduplicate=deduplicate, device=device, tolerance=1e-3
+            dist.get_rank(), dist.get_world_size(), deduplicate=deduplicate, hot=hot, device=device, tolerance=1e-3
         )
     for name in WRAPPERS:
         train_wrapped(name, dist.get_rank(), dist.get_world_size(), device, 2e-3)

@@ -17,6 +17,7 @@ from trainer_client.embedding.tables.tables import initial_rows
 def train_on_ranks(rank: int) -> None:
     for deduplicate in (False, True):
         train_beside_whole(rank, dist.get_world_size(), deduplicate=deduplicate)
+    train_beside_whole(rank, dist.get_world_size(), deduplicate=True, hot=True)
 
 
 def test_ranks_compute_what_one_process_computes() -> None:

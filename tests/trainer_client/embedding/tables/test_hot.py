@@ -1,5 +1,6 @@
 """Collections with hot rows beside the same without, on real Gloo ranks."""
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -240,6 +241,44 @@ def test_lookups_of_hot_rows_stay_at_home_once_their_keys_have_rows(deduplicate:
     assert other == [0, 2, 0, 0]
 
 
+def bring_back(rank: int) -> list[int]:
+    """Rows that ranks hold after a state dict of before the hot rows' first lookup was loaded, and a lookup."""
+    collection = RoutedEmbeddingCollection([TABLE])
+    look_up(collection, [1])
+    before = copy.deepcopy(collection.state_dict())
+    collection.hold_hot_rows({"t": torch.tensor([4, 5])})
+    for _ in range(2):
+        look_up(collection, [4, 5])
+    collection.load_state_dict(before)
+    other = copy.deepcopy(collection)
+    assert torch.equal(look_up(collection, [4]), look_up(other, [4]))
+    return [each.tables["t"].used for each in (collection, other)]
+
+
+def test_keys_that_a_state_dict_lacks_take_no_row_before_they_are_looked_up() -> None:
+    assert run_ranks(2, bring_back) == [[1, 1], [1, 1]]
+
+
+def train_in_halves(rank: int, dtype: torch.dtype) -> float:
+    """How far values of a half type get from those without hot rows, over the largest."""
+    values = []
+    for hot in ({}, {"t": torch.arange(6)}):
+        collection = RoutedEmbeddingCollection([replace(TABLE, dtype=dtype)], gradient_divide_factor=1.0)
+        collection.hold_hot_rows(hot)
+        optimizer = torch.optim.SGD(collection.parameters(), lr=0.05)
+        for step in range(4):
+            optimizer.zero_grad()
+            look_up(collection, [0, 1, 2, 3, 4, 5, 6 + step, rank]).float().sub(1).square().sum().backward()
+            optimizer.step()
+        values.append(next(collection.parameters()).detach().float())
+    return float((values[0] - values[1]).abs().max() / values[0].abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_trained_alike_up_to_their_rounding(dtype: torch.dtype) -> None:
+    assert max(run_ranks(2, train_in_halves, dtype)) <= 4 * torch.finfo(dtype).eps
+
+
 def fail_with_hot_rows(rank: int) -> list[str]:
     continuous = RoutedTable(name="c", embedding_dim=2, features=("g",), num_embeddings=9, routing="continuous")
     collection = RoutedEmbeddingCollection([TABLE, continuous])
@@ -248,6 +287,9 @@ def fail_with_hot_rows(rank: int) -> list[str]:
         with pytest.raises(ValueError, match=r".*") as raised:
             collection.hold_hot_rows({name: torch.tensor(keys) for name, keys in wrong.items()})
         errors.append(str(raised.value))
+    with pytest.raises(ValueError, match=r".*") as unreadable:
+        collection.hold_hot_rows({"t": "all"} if rank == 0 else None)  # type: ignore[dict-item]
+    errors.append(str(unreadable.value))
     collection = RoutedEmbeddingCollection([TABLE])
     collection.hold_hot_rows({"t": torch.arange(6)})
     for _ in range(2):
@@ -270,7 +312,8 @@ def test_what_one_rank_refuses_is_raised_on_all() -> None:
         "hot rows are named of table 'x'; the tables are t, c",
         "table c: hot row 9 is outside of 0 to 8",
         "table c: hot row -1 is outside of 0 to 8",
-        "keys have dtype torch.float32",
+        "hot rows of table t: keys have dtype torch.float32; use int32",
+        "hot rows of table t: ",
         "rank 1: the batch has no feature 'f'",
         "rank 1: lengths add up to 5, but there are 2 keys",
         "rank 0: table t: 2",

@@ -19,6 +19,7 @@ TABLES = [
     ),
 ]
 FEATURES = ("tag", "user", "item", "friend")
+HOT = {"users": torch.arange(90), "items": (torch.arange(60) - 50) * 2**40, "tags": torch.arange(9) * 2**40}
 
 
 def make_batch(rank: int, step: int) -> KeyBatch:
@@ -91,10 +92,17 @@ def check_rows(
 
 
 def train_beside_whole(
-    rank: int, world_size: int, *, deduplicate: bool, device: torch.device | str = "cpu", tolerance: float = 1e-5
+    rank: int,
+    world_size: int,
+    *,
+    deduplicate: bool,
+    hot: bool = False,
+    device: torch.device | str = "cpu",
+    tolerance: float = 1e-5,
 ) -> None:
     """Trains the sharded tables for some steps beside the whole ones, and compares results and rows."""
     collection, whole = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate, device=device), Whole()
+    collection.hold_hot_rows(HOT if hot else None)
     ours = torch.optim.Adam(collection.parameters(), lr=0.1)
     theirs = torch.optim.Adam(whole.weights.values(), lr=0.1)
     for step in range(3):

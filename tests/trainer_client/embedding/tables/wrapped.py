@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.trainer_client.embedding.tables.whole import TABLES, Whole, check_rows, make_batch, to_device
+from tests.trainer_client.embedding.tables.whole import HOT, TABLES, Whole, check_rows, make_batch, to_device
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable, clip_grad_norm_
 
 WRAPPERS = ["ddp", "unused", "static", "compiled", "fsdp2", "fsdp1", "replicate"]
@@ -104,6 +104,9 @@ def train_wrapped(name: str, rank: int, world_size: int, device: torch.device, t
     ours = torch.optim.Adam(wrapped.parameters(), lr=0.05)
     theirs = torch.optim.Adam(reference.parameters(), lr=0.05)
     for step in range(4):
+        if step == 2:
+            model.sparse.hold_hot_rows(HOT)
+            model.last.hold_hot_rows({"last": HOT["items"]})
         batches = [make_batch(other, step) for other in range(world_size)]
         total = sum(sum(batch.batch_sizes) for batch in batches)
         ours.zero_grad(set_to_none=step % 2 == 0)

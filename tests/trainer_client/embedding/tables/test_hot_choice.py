@@ -1,0 +1,100 @@
+"""Hot rows as they are chosen, beside what ranks ask of owners with batches that are drawn."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer_client.embedding.routing import DIST_TYPES, owners
+from trainer_client.embedding.tables import HotChoice, RoutedTable, choose_hot_rows
+
+ROWS, RANKS, LOOKUPS = 4_000, 8, 3_000
+TABLE = RoutedTable(name="t", embedding_dim=32, features=("f",), num_embeddings=ROWS)
+ROW_BYTES = 128
+
+
+def table_of(routing: str) -> RoutedTable:
+    return RoutedTable(name="t", embedding_dim=32, features=("f",), num_embeddings=ROWS, routing=routing)
+
+
+def asked(table: RoutedTable, share: torch.Tensor, choice: HotChoice, *, hot: bool) -> tuple[float, float]:
+    """Of drawn batches, each key of a rank sent once: bytes that a rank sends, and the heaviest owner over the mean."""
+    generator = torch.Generator().manual_seed(1)
+    loads, steps = torch.zeros(RANKS), 3
+    for _ in range(steps * RANKS):
+        keys = torch.multinomial(share, LOOKUPS, replacement=True, generator=generator).unique()
+        if hot:
+            keys = keys[~torch.isin(keys, choice.keys)]
+        block = table.rows_per_rank(RANKS)
+        owner = owners(keys, table.resolved_routing, world_size=RANKS, block_size=block)
+        loads += torch.bincount(owner, minlength=RANKS)
+    sent = float(loads.sum()) / RANKS / steps * (RANKS - 1) / RANKS * (2 * ROW_BYTES + 8)
+    return sent, float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(DIST_TYPES), st.floats(0, 1.5), st.sampled_from([None, 2, 4]), st.sampled_from([1e9, 1e5, 1e4]))
+def test_what_is_expected_of_a_choice_comes_about(
+    routing: str, exponent: float, per_node: int | None, memory: float
+) -> None:
+    table, share = table_of(routing), torch.arange(1, ROWS + 1).double() ** -exponent
+    choice = choose_hot_rows(
+        table, torch.arange(ROWS), share, lookups_per_rank=LOOKUPS, world_size=RANKS, ranks_per_node=per_node,
+        memory_bytes=memory,
+    )  # fmt: skip
+    assert choice.memory_bytes == len(choice.keys) * 2 * ROW_BYTES <= memory
+    assert choice.expected.busiest_link_bytes <= choice.without.busiest_link_bytes
+    for costs, hot in ((choice.without, False), (choice.expected, True)):
+        sent, heaviest = asked(table, share, choice, hot=hot)
+        assert sent == pytest.approx(costs.all_to_all_bytes, rel=0.05, abs=50 * ROW_BYTES)
+        if sent > 1000 * ROW_BYTES:
+            assert heaviest == pytest.approx(costs.heaviest_owner, rel=0.15)
+
+
+def test_owners_of_a_few_popular_rows_become_as_loaded_as_the_others() -> None:
+    """As in public notes: of a table by blocks of rows the first owner is asked for 2.8 times its share."""
+    share = torch.ones(ROWS * 100).double()
+    hot = torch.arange(0, ROWS * 100 // RANKS, 200)
+    share[hot] += (2.8 - 1) / (RANKS - 1) / (1 - 1.8 / 7) * len(share) / len(hot)
+    table = RoutedTable(name="t", embedding_dim=512, features=("f",), num_embeddings=len(share), routing="continuous")
+    choice = choose_hot_rows(table, torch.arange(len(share)), share, lookups_per_rank=2_000, world_size=RANKS)
+    assert choice.without.heaviest_owner > 1.5
+    assert choice.expected.heaviest_owner < 1.05
+    assert choice.expected.busiest_link_bytes < 0.75 * choice.without.busiest_link_bytes
+    assert set(choice.keys.tolist()) <= set(hot.tolist())
+
+
+def test_between_nodes_a_row_that_all_want_travels_once_a_node() -> None:
+    keys, lookups = torch.arange(64), torch.full((64,), 10)  # one for each owner, wanted by every rank in every step
+    choice = choose_hot_rows(TABLE, keys, lookups, lookups_per_rank=1e6, world_size=64, ranks_per_node=8)
+    assert sorted(choice.keys.tolist()) == keys.tolist()
+    assert choice.without.busiest_link_bytes == pytest.approx(8 * 56 * (2 * ROW_BYTES + 8))
+    assert choice.expected.busiest_link_bytes == pytest.approx(63 * 2 * ROW_BYTES)
+    assert choice.expected.all_to_all_bytes == 0
+
+
+def test_no_row_is_hot_where_none_is_wanted_by_many() -> None:
+    share = torch.ones(ROWS)
+    choice = choose_hot_rows(TABLE, torch.arange(ROWS), share, lookups_per_rank=100, world_size=RANKS)
+    assert not choice.keys.numel()
+    assert choice.expected == choice.without
+
+
+@pytest.mark.parametrize(
+    ("keys", "lookups", "per_node", "error"),
+    [
+        ([1, 2], [1], None, r"keys have shape \(2,\), lookups \(1,\); give one for each key"),
+        ([], [], None, "lookups of 0 keys have no positive sum"),
+        ([1], [-1], None, "lookups of 1 keys have no positive sum"),
+        ([1], [1], 3, "ranks_per_node is 3; give a divisor of world_size 8"),
+    ],
+)
+def test_what_cannot_be_chosen_from_is_named(
+    keys: list[int], lookups: list[int], per_node: int | None, error: str
+) -> None:
+    counts = torch.tensor(lookups, dtype=torch.float64)
+    with pytest.raises(ValueError, match=error):
+        choose_hot_rows(
+            TABLE, torch.tensor(keys, dtype=torch.int64), counts, lookups_per_rank=1, world_size=8,
+            ranks_per_node=per_node,
+        )  # fmt: skip
