@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1750, 2000),
     "trainer_client": (21539, 15000),
     "trainer_client/balancing": (11086, 8000),
-    "tests": (29954, 20000),
+    "tests": (29802, 20000),
     "benchmarks": (7993, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
