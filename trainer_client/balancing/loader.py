@@ -319,6 +319,8 @@ class BalancedLoader(Generic[B]):
                     if self._splits and not self._splits_asked:
                         warn_of_unasked_splits(self.name)
                 elif following is None and loop.end is not None:  # else all that was in flight has been dropped
+                    if loop.failure is not None:
+                        raise loop.failure
                     if loop.end.decision.reason is not Reason.LEFT:
                         self._finish_pass(loop.source)
                     loop.stream.say_end()
@@ -359,12 +361,15 @@ class _Loop:
         current: Its pass.
         source: This rank's own batches.
         end: The directive that has ended the pass; None before that.
+        failure: Why this rank's data has ended too early; the loop raises it at the step where all ranks' loops end, as
+            ranks also meet in the model.
     """
 
     def __init__(self, loader: BalancedLoader[Any]) -> None:
         self._loader = loader
         self.stream = loader._used = loader.balancer.stream(loader.name)
         self.end: Directive | None = None
+        self.failure: Exception | None = None
         self._submitted: deque[_Window] = deque()
         self._collected: list[Any] = []  # for the next window; also nothing, as a rank that has ended submits too
         self._window: _Window | None = None  # the one whose batches are being started
@@ -402,24 +407,37 @@ class _Loop:
 
     def read_ahead(self) -> None:
         """Reads and submits until `depth` windows are in flight; raises if this loop is no longer the stream's."""
-        stream, loader, source = self.stream, self._loader, self.source
+        stream = self.stream
         stream.check(self.current)
         left = 0 if self._window is None else len(self._window.left)
-        while self.end is None:
+        while self.end is None and self.failure is None:
             options = stream.options
             ahead = left + len(self._collected) + len(self._submitted) * options.window
             if ahead >= options.depth * options.window:
                 return
-            started = time.perf_counter()
-            batch: Any = next(source, _NO_MORE)
-            stream.counters.loading_seconds += time.perf_counter() - started
-            stream.open([] if batch is _NO_MORE else [batch], loader._spec, loader._device)
-            self._collected.append(batch)
-            if len(self._collected) < stream.options.window:
-                continue
-            ticket = self._submit([one for one in self._collected if one is not _NO_MORE])
-            begin, self._here, self._collected = self._here, source.position, []
-            self._submitted.append(_Window(ticket, begin, self._here))
+            try:
+                self._read()
+            except Exception as error:
+                opened = self.current.opened
+                if opened is None:
+                    raise
+                self.failure = error
+                stream.attend(error)
+                self._submitted.append(_Window(self.current.announce_end(opened), self._here, self._here))
+
+    def _read(self) -> None:
+        """Reads a batch, and submits the window that it completes."""
+        stream, loader, source = self.stream, self._loader, self.source
+        started = time.perf_counter()
+        batch: Any = next(source, _NO_MORE)
+        stream.counters.loading_seconds += time.perf_counter() - started
+        stream.open([] if batch is _NO_MORE else [batch], loader._spec, loader._device)
+        self._collected.append(batch)
+        if len(self._collected) < stream.options.window:
+            return
+        ticket = self._submit([one for one in self._collected if one is not _NO_MORE])
+        begin, self._here, self._collected = self._here, source.position, []
+        self._submitted.append(_Window(ticket, begin, self._here))
 
     def _submit(self, batches: list[Any]) -> Ticket:
         loader, source = self._loader, self.source

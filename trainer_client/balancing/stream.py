@@ -135,12 +135,8 @@ class Pass:
         if self.left or os.getpid() != self._process:
             return
         self.left = True
-        if self.opened is not None and not self.over:
-            contribution = Contribution(
-                state=State.LEFT, taken=self.taken, out_of_order=out_of_order, extras=Extras(problem=self.problem)
-            )
-            self._farewell = Ticket(self.number, contribution)
-            self.opened.rounds.put(self._farewell)
+        if self.opened is not None and not self.over and self._farewell is None:
+            self.announce_end(self.opened, out_of_order=out_of_order)
         _ = self.taken
         while self._tickets and _moves_nothing(self._tickets[0]):
             self._forget()
@@ -161,6 +157,15 @@ class Pass:
             return
         if threading.get_ident() == self._owner:
             self._drained.wait(LEAVE_SECONDS)
+
+    def announce_end(self, opened: Opened, *, out_of_order: bool = False) -> Ticket:
+        """Tells the lead that this rank's data ends the loops of all ranks; batches submitted before are trained."""
+        contribution = Contribution(
+            state=State.LEFT, taken=self.taken, out_of_order=out_of_order, extras=Extras(problem=self.problem)
+        )
+        self._farewell = Ticket(self.number, contribution)
+        opened.rounds.put(self._farewell)
+        return self._farewell
 
     def leave_late(self, opened: Opened, seconds: float) -> None:
         """Leaves a loop that was over on this rank before the stream was open: the others may be in it."""

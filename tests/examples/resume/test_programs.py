@@ -75,7 +75,7 @@ def test_a_group_that_shrinks_goes_on_in_the_same_processes(tmp_path: Path) -> N
     with running_balancer("--log-level", "debug") as balancer:
         job = Job("resizing", 3, tmp_path, *SMALL, "--kill-at", "5", EVENKEEL_BALANCER=balancer.address)
         assert job.codes() == [0, 0, -signal.SIGKILL], job.output()
-        until_logged(balancer, "round planned", 3)  # plans that come late are the lead's
+        until_logged(balancer, "round planned")  # plans that come late are the lead's
     assert [users(tmp_path, epoch) for epoch in range(2)] == [list(range(96))] * 2
     assert {line["step"] for line in ledger(tmp_path) if line["rank"] == 2} == set(range(1, 5))
     assert job.output().count("after step 4") == 2

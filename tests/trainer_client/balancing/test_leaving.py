@@ -302,3 +302,39 @@ def test_peers_that_leave_at_different_steps_get_the_same_batches(balancer: Serv
         for step in range(STEPS):
             got = sorted(results[0][loop][step] + results[2][loop][step])
             assert got == sorted(int(i) for dp in range(2) for i in source(dp, loop)[step]["id"])
+
+
+def meet_in_the_model(rank: int, fails: str, options: dict[str, Any]) -> tuple[list[int], str]:
+    """Loops whose ranks meet in each step, as in backward; data or cost fail on one rank in the first."""
+    steps, said = [], ""
+
+    def cost(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if fails == "cost" and rank == 1 and not steps and len(trained) > 1:
+            raise OSError("the disk is gone")
+        return cost_of(batch)
+
+    with balancer_of(None, **options) as balancer:
+        for loop in range(2):
+            trained: list[int] = []
+            batches: Any = source(rank, loop, STEPS)
+            fail = fails == "source" and rank == 1 and loop == 0
+            data = failing(batches, STEPS - 2) if fail else batches
+            try:
+                for batch in BalancedLoader(data, balancer, cost=cost, spec=SPEC):
+                    met = torch.tensor([1, len(batch["id"])])
+                    dist.all_reduce(met)
+                    assert met[0] == 3
+                    trained += batch["id"].tolist()
+            except OSError as error:
+                said = str(error)
+            steps.append(len(trained))
+    return steps, said
+
+
+@pytest.mark.parametrize("fails", ["source", "cost"])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"depth": 5}], ids=str)
+def test_loops_end_at_one_step_where_the_data_of_a_rank_fails(fails: str, options: dict[str, Any]) -> None:
+    results = run_ranks(3, meet_in_the_model, fails, options)
+    assert [said for _, said in results] == ["", "the disk is gone", ""]
+    first, second = (sum(steps[loop] for steps, _ in results) for loop in range(2))
+    assert 0 < first < second
