@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from evenkeel.placement.access import different_share, fullest_rank, step_keys
-from evenkeel.placement.collectives import exchange_seconds
 from evenkeel.placement.hardware import NARROW
 from evenkeel.placement.layouts import ROW_WISE, Layout, layouts
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
@@ -21,7 +20,7 @@ from evenkeel.placement.storage import (
     state_bytes,
     torchrec_footprint,
 )
-from evenkeel.placement.timing import RankLoad, buffer_bytes, mode_seconds
+from evenkeel.placement.timing import RankLoad, buffer_bytes, exchange_seconds, mode_seconds
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.layouts import Layout, Scope
+from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Topology
-from evenkeel.placement.problem import SLACK, Choice, Problem
+from evenkeel.placement.problem import SLACK, Choice, Group, Problem
 from evenkeel.placement.search import Solution, solve
 
 FloatArray = npt.NDArray[np.float64]
@@ -38,7 +39,11 @@ _WEIGHTS = (0.1, 0.5, 1.0, 10.0)
 """Of what an option costs all ranks, beside what it makes of the slowest one: one of them for each table."""
 _TRIED, _MOST_OPTIONS = 40, 2_000
 """Options of a table that are tried where it is put back, and where it fits nowhere."""
+_SWAPPED = 32
+"""Longest pieces of the slowest rank that are tried on other ranks."""
 _FASTER = 1 - 1e-9
+_SCOPES = list(Scope)
+_EVERYWHERE, _RANK, _HOST = map(_SCOPES.index, (Scope.EVERYWHERE, Scope.RANK, Scope.HOST))
 _NOWHERE = np.zeros(0, dtype=np.int64)
 
 
@@ -157,17 +162,25 @@ def place(problem: Problem, topology: Topology, choice: Choice, prices: FloatArr
 
 
 class _Options:
-    """What a table may choose from, cheapest first: shards by (time, HBM, host memory; option)."""
+    """What a table may choose from, cheapest first, as arrays."""
 
-    def __init__(self, columns: IntArray, layouts: list[Layout], shards: FloatArray, price: FloatArray) -> None:
-        self.columns, self.layouts, self.shards, self.price = columns, layouts, shards, price
-        self.seconds = shards[0]
-        self.scope = np.array([layout.scope.value for layout in layouts])
-        self.pieces = np.array([layout.pieces for layout in layouts])
+    def __init__(self, kinds: _Kinds, row: int, prices: FloatArray) -> None:
+        group = kinds.group
+        price = group.seconds[row] + prices[0] * group.hbm[row] + prices[1] * group.host[row]
+        self.columns = np.argsort(price, kind="stable")[: np.isfinite(price).sum()]
+        self.price = price[self.columns]
+        means = np.stack([group.seconds[row], group.hbm[row], group.host[row]])
+        self.shards = (means[:, self.columns] * group.scale[:, self.columns]).T
+        self.scope, self.pieces = kinds.scope[self.columns], kinds.pieces[self.columns]
 
-    def at(self, index: int) -> tuple[Layout, FloatArray]:
-        """Layout and shard of an option."""
-        return self.layouts[index], self.shards[:, index]
+
+class _Kinds:
+    """What the modules of a group are, as arrays."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.scope = np.array([_SCOPES.index(module.layout.scope) for module in group.modules])
+        self.pieces = np.array([module.layout.pieces for module in group.modules])
 
 
 class _Board:
@@ -176,36 +189,39 @@ class _Board:
     def __init__(self, problem: Problem, topology: Topology, choice: Choice, prices: FloatArray | None) -> None:
         """Nothing is on a rank yet."""
         self.problem, self.topology, self.budget = problem, topology, problem.budget + SLACK
-        self.rows = [(group, row) for group in problem.groups for row in range(len(group.tables))]
+        self.rows = [(kinds, row) for kinds in map(_Kinds, problem.groups) for row in range(len(kinds.group.tables))]
         self.prices = prices
         self.options: dict[int, _Options] = {}
         self.module = np.concatenate(choice) if choice else _NOWHERE
+        self.shards, self.scope = np.zeros((len(self.rows), 3)), np.zeros(len(self.rows), dtype=np.int64)
         self.places: list[IntArray] = [_NOWHERE] * len(self.rows)
         self.seconds, self.hbm = np.zeros((2, topology.ranks))
         self.host = np.zeros(topology.ranks // topology.local_ranks)
         self.holders: Counter[Hashable] = Counter()
         self.agreed: dict[Hashable, Hashable] = {}
-        for number in range(len(self.rows)):
-            self._agree(number, 1)
+        for number, module in enumerate(self.module.tolist()):
+            self._hold(number, module)
 
-    def saved(self) -> tuple[object, ...]:
+    def saved(self) -> tuple[Any, ...]:
         """The state as it is, for `restore`."""
-        arrays = (self.module.copy(), self.seconds.copy(), self.hbm.copy(), self.host.copy())
-        return (*arrays, self.places.copy(), self.holders.copy(), self.agreed.copy())
+        return (*(mine.copy() for mine in self._arrays()), self.places.copy(), self.holders.copy(), self.agreed.copy())
 
-    def restore(self, state: tuple[object, ...]) -> None:
+    def restore(self, state: tuple[Any, ...]) -> None:
         """Takes a state that was saved."""
-        module, seconds, hbm, host, places, holders, agreed = state
-        for mine, kept in ((self.module, module), (self.seconds, seconds), (self.hbm, hbm), (self.host, host)):
-            mine[:] = kept  # type: ignore[call-overload]
-        self.places, self.holders, self.agreed = places.copy(), holders.copy(), agreed.copy()  # type: ignore[attr-defined]
+        *arrays, places, holders, agreed = state
+        for mine, kept in zip(self._arrays(), arrays, strict=True):
+            mine[:] = kept
+        self.places, self.holders, self.agreed = places.copy(), holders.copy(), agreed.copy()
+
+    def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.module, self.shards, self.scope, self.seconds, self.hbm, self.host
 
     def placed(self) -> Placed:
         """What it comes to."""
         ends = np.cumsum([len(group.tables) for group in self.problem.groups])[:-1]
         places = {
-            group.tables[row]: tuple(sorted(self.places[number].tolist()))
-            for number, (group, row) in enumerate(self.rows)
+            kinds.group.tables[row]: tuple(sorted(self.places[number].tolist()))
+            for number, (kinds, row) in enumerate(self.rows)
             if len(self.places[number])
         }
         use = np.array([self.hbm.max(initial=0.0), self.host.max(initial=0.0)])
@@ -218,36 +234,39 @@ class _Board:
 
     def put_all(self, places: dict[int, tuple[int, ...]]) -> None:
         """Puts every table where it is said to be."""
-        for number, (group, row) in enumerate(self.rows):
-            self._put(number, np.array(places.get(group.tables[row], ()), dtype=np.int64))
+        for number, (kinds, row) in enumerate(self.rows):
+            self._put(number, np.array(places.get(kinds.group.tables[row], ()), dtype=np.int64))
 
     def fill(self, measure: int) -> bool:
         """Puts all shards on ranks, those that are largest by time (0) or HBM (1) first; whether all fit.
 
         With prices, a table that fits nowhere takes the cheapest option that does.
         """
-        apart = []
-        for number in range(len(self.rows)):
-            if self._layout(number).scope is Scope.EVERYWHERE:
-                self._put(number, _NOWHERE)
-            else:
-                apart.append(number)
+        for number in np.flatnonzero(self.scope == _EVERYWHERE).tolist():
+            self._put(number, _NOWHERE)
         if not self.fits():
             return False
-        apart.sort(key=lambda n: (self._layout(n).scope is not Scope.HOST, -self._shard(n)[measure]))
+        apart: list[int] = np.flatnonzero(self.scope != _EVERYWHERE).tolist()
+        apart.sort(key=lambda n: (self.scope[n] != _HOST, -self.shards[n, measure]))
         return all(self._put_somewhere(number) for number in apart)
 
     def _put_somewhere(self, number: int) -> bool:
         """With its own option, or with prices the cheapest other one that fits."""
-        others = [] if self.prices is None else self._options(number).columns[:_MOST_OPTIONS].tolist()
-        for module in (int(self.module[number]), *others):
+        kinds, row = self.rows[number]
+        for module in self._own_and_others(number):
             if self._is_open(number, module):
-                self._choose(number, module)
-                spots = self._spots(self._layout(number), self._shard(number))
+                shard = kinds.group.shard(row, module)
+                spots = self._spots(int(kinds.scope[module]), int(kinds.pieces[module]), shard)
                 if spots is not None:
+                    self._choose(number, module)
                     self._put(number, spots)
                     return True
         return False
+
+    def _own_and_others(self, number: int) -> Iterator[int]:
+        yield int(self.module[number])
+        if self.prices is not None:
+            yield from self._options(number).columns[:_MOST_OPTIONS].tolist()
 
     def kick(self, draw: np.random.Generator) -> None:
         """Takes some tables off, one of the slowest rank among them, and puts each back where that is fastest."""
@@ -267,13 +286,13 @@ class _Board:
         """
         options, slowest = self._options(number), float(self.seconds.max())
         hosts = self.seconds.reshape(-1, self.topology.local_ranks).max(axis=1)
-        value = np.full(len(options.seconds), slowest)
-        for scope, loads in ((Scope.RANK, self.seconds), (Scope.HOST, hosts)):
+        value = np.full(len(options.price), slowest)
+        for scope, loads in ((_RANK, self.seconds), (_HOST, hosts)):
             mine = options.scope == scope
             if mine.any():
                 value[mine] = np.sort(loads)[np.minimum(options.pieces[mine], len(loads)) - 1]
         price = weight * options.price
-        value = np.maximum(value + options.seconds, slowest) + price
+        value = np.maximum(value + options.shards[:, 0], slowest) + price
         best: tuple[float, int, IntArray] = (math.inf, int(self.module[number]), self.places[number])
         tried = 0
         for index in np.argsort(value, kind="stable").tolist():
@@ -282,57 +301,50 @@ class _Board:
             if not self._is_open(number, int(options.columns[index])):
                 continue
             tried += 1
-            layout, shard = options.at(index)
-            spots = self._spots(layout, shard)
+            scope, shard = int(options.scope[index]), options.shards[index]
+            spots = self._spots(scope, int(options.pieces[index]), shard)
             if spots is not None:
-                peak = max(slowest, float(self._loads(layout, spots).max() + shard[0])) + float(price[index])
+                peak = max(slowest, float(self._loads(scope, spots).max() + shard[0])) + float(price[index])
                 best = min(best, (peak, int(options.columns[index]), spots), key=lambda each: each[0])
         self._choose(number, best[1])
         self._put(number, best[2])
 
     def swap(self) -> bool:
         """Lets a piece of the slowest rank change places with one of another rank, if that makes both faster."""
-        slow = int(self.seconds.argmax())
-        whole = [n for n in range(len(self.rows)) if self._layout(n).scope is Scope.RANK]
-        mine = [n for n in whole if slow in self.places[n]]
-        others = [(n, rank) for n in whole if slow not in self.places[n] for rank in self.places[n].tolist()]
-        if not mine or not others:
+        slow, local = int(self.seconds.argmax()), self.topology.local_ranks
+        whole = np.flatnonzero(self.scope == _RANK)
+        numbers = np.repeat(whole, [len(self.places[number]) for number in whole.tolist()])
+        where = np.concatenate([_NOWHERE, *(self.places[number] for number in whole.tolist())])
+        mine = np.unique(numbers[where == slow])
+        others = ~np.isin(numbers, mine)
+        numbers, where = numbers[others], where[others]
+        if not len(mine) or not len(numbers):
             return False
-        where = np.array([rank for _, rank in others])
-        theirs = np.stack([self._shard(n) for n, _ in others])
-        local, peak = self.topology.local_ranks, float(self.seconds[slow])
-        best: tuple[float, int, int] = (peak * _FASTER, -1, -1)
-        for number in mine:
-            more = self._shard(number) - theirs
-            after = np.maximum(peak - more[:, 0], self.seconds[where] + more[:, 0])
-            fits = self.hbm[where] + more[:, 1] <= self.budget[0]
-            fits &= self.hbm[slow] - more[:, 1] <= self.budget[0]
-            apart = where // local != slow // local
-            fits &= ~apart | (self.host[where // local] + more[:, 2] <= self.budget[1])
-            fits &= ~apart | (self.host[slow // local] - more[:, 2] <= self.budget[1])
-            fits &= ~np.isin(where, self.places[number])
-            after = np.where(fits, after, np.inf)
-            index = int(after.argmin())
-            best = min(best, (float(after[index]), number, index))
-        if best[1] < 0:
+        mine = mine[np.argsort(-self.shards[mine, 0], kind="stable")[:_SWAPPED]]
+        held = np.zeros((len(mine), self.topology.ranks), dtype=bool)
+        for index, number in enumerate(mine.tolist()):
+            held[index, self.places[number]] = True
+        more, hbm, host = np.moveaxis(self.shards[mine, None] - self.shards[None, numbers], 2, 0)
+        after = np.maximum(self.seconds[slow] - more, self.seconds[where] + more)
+        fits = (self.hbm[where] + hbm <= self.budget[0]) & (self.hbm[slow] - hbm <= self.budget[0]) & ~held[:, where]
+        there, here = where // local, slow // local
+        moved = (self.host[there] + host <= self.budget[1]) & (self.host[here] - host <= self.budget[1])
+        fits &= moved | (there == here)
+        after = np.where(fits, after, np.inf)
+        best = int(after.argmin())
+        if after.flat[best] >= self.seconds[slow] * _FASTER:
             return False
-        (other, rank), number = others[best[2]], best[1]
-        for table, old, new in ((number, slow, rank), (other, rank, slow)):
+        index, other = divmod(best, len(numbers))
+        rank = int(where[other])
+        for table, old, new in ((int(mine[index]), slow, rank), (int(numbers[other]), rank, slow)):
             self._take(table)
             self._put(table, np.where(self.places[table] == old, new, self.places[table]))
         return True
 
-    def _layout(self, number: int) -> Layout:
-        return self.rows[number][0].modules[int(self.module[number])].layout
-
-    def _shard(self, number: int) -> FloatArray:
-        group, row = self.rows[number]
-        return group.shard(row, int(self.module[number]))
-
     def _is_on(self, number: int, rank: int) -> bool:
-        scope = self._layout(number).scope
-        spot = rank // self.topology.local_ranks if scope is Scope.HOST else rank
-        return scope is Scope.EVERYWHERE or spot in self.places[number]
+        scope = int(self.scope[number])
+        spot = rank // self.topology.local_ranks if scope == _HOST else rank
+        return scope == _EVERYWHERE or spot in self.places[number]
 
     def _put(self, number: int, places: IntArray) -> None:
         self.places[number] = places
@@ -343,78 +355,75 @@ class _Board:
 
     def _add(self, number: int, sign: float) -> None:
         """Adds time, HBM and memory of a table at its places, or takes them away."""
-        layout, places, local = self._layout(number), self.places[number], self.topology.local_ranks
-        seconds, hbm, host = sign * self._shard(number)
-        if layout.scope is Scope.EVERYWHERE:
+        scope, places, local = int(self.scope[number]), self.places[number], self.topology.local_ranks
+        seconds, hbm, host = sign * self.shards[number]
+        if scope == _EVERYWHERE:
             self.seconds += seconds
             self.hbm += hbm
             self.host += host
             return
         ranks, hosts = places, places // local
-        if layout.scope is Scope.HOST:
+        if scope == _HOST:
             ranks, hosts = (places[:, None] * local + np.arange(local)).ravel(), places
         np.add.at(self.seconds, ranks, seconds)
         np.add.at(self.hbm, ranks, hbm)
         np.add.at(self.host, hosts, host)
 
-    def _loads(self, layout: Layout, places: IntArray) -> FloatArray:
+    def _loads(self, scope: int, places: IntArray) -> FloatArray:
         """Times of the ranks that some places are of."""
-        if layout.scope is Scope.HOST:
+        if scope == _HOST:
             return self.seconds.reshape(-1, self.topology.local_ranks)[places].ravel()
-        return self.seconds if layout.scope is Scope.EVERYWHERE else self.seconds[places]
+        return self.seconds if scope == _EVERYWHERE else self.seconds[places]
 
-    def _spots(self, layout: Layout, shard: FloatArray) -> IntArray | None:
+    def _spots(self, scope: int, pieces: int, shard: FloatArray) -> IntArray | None:
         """The least loaded places with room for the pieces of a table, apart from each other while there are enough."""
-        if layout.scope is Scope.EVERYWHERE:
+        if scope == _EVERYWHERE:
             room = (self.hbm.max() + shard[1] <= self.budget[0]) and (self.host.max() + shard[2] <= self.budget[1])
             return _NOWHERE if room else None
         local = self.topology.local_ranks
-        shape = (-1, local) if layout.scope is Scope.HOST else (-1, 1)
+        shape = (-1, local) if scope == _HOST else (-1, 1)
         seconds, hbm = self.seconds.reshape(shape).max(axis=1), self.hbm.reshape(shape).max(axis=1)
-        rounds = -(-layout.pieces // len(seconds))
+        rounds = -(-pieces // len(seconds))
         each = np.minimum(np.floor((self.budget[0] - hbm) / max(shard[1], 1e-12)), rounds)
         order = np.lexsort((hbm, seconds))
         found = np.concatenate([order[each[order] > number] for number in range(rounds)])
         if np.isfinite(self.budget[1]) and shard[2] > 0:
             most = np.floor((self.budget[1] - self.host) / shard[2])
-            hosts = found if layout.scope is Scope.HOST else found // local
+            hosts = found if scope == _HOST else found // local
             by_host = np.argsort(hosts, kind="stable")
             first = np.searchsorted(hosts[by_host], hosts[by_host])
             number_on_host = np.empty(len(found), dtype=np.int64)
             number_on_host[by_host] = np.arange(len(found)) - first
             found = found[number_on_host < most[hosts]]
-        return found[: layout.pieces] if len(found) >= layout.pieces else None
+        return found[:pieces] if len(found) >= pieces else None
 
-    def _agree(self, number: int, tables: int) -> None:
-        """Counts a table among those that hold its agreements, or no longer."""
-        group, _ = self.rows[number]
-        for what, choice in group.modules[int(self.module[number])].agreements:
-            self.holders[what] += tables
+    def _hold(self, number: int, module: int) -> None:
+        """Gives a table a module."""
+        kinds, row = self.rows[number]
+        self.module[number], self.scope[number] = module, kinds.scope[module]
+        self.shards[number] = kinds.group.shard(row, module)
+        for what, choice in kinds.group.modules[module].agreements:
+            self.holders[what] += 1
             self.agreed[what] = choice
 
     def _choose(self, number: int, module: int) -> None:
-        self._agree(number, -1)
-        self.module[number] = module
-        self._agree(number, 1)
+        """Gives a table that is not on ranks another module."""
+        if module != self.module[number]:
+            kinds, _ = self.rows[number]
+            for what, _ in kinds.group.modules[int(self.module[number])].agreements:
+                self.holders[what] -= 1
+            self._hold(number, module)
 
     def _is_open(self, number: int, module: int) -> bool:
         """Whether a module fits what other tables agree on."""
-        group, _ = self.rows[number]
-        mine = {what for what, _ in group.modules[int(self.module[number])].agreements}
+        modules = self.rows[number][0].group.modules
+        mine = {what for what, _ in modules[int(self.module[number])].agreements}
         return all(
             self.holders[what] == (what in mine) or self.agreed[what] == choice
-            for what, choice in group.modules[module].agreements
+            for what, choice in modules[module].agreements
         )
 
     def _options(self, number: int) -> _Options:
         if number not in self.options:
-            group, row = self.rows[number]
-            prices = np.zeros(2) if self.prices is None else self.prices
-            price = group.seconds[row] + prices[0] * group.hbm[row] + prices[1] * group.host[row]
-            columns = np.argsort(price, kind="stable")[: np.isfinite(price).sum()]
-            shards = (
-                np.stack([group.seconds[row], group.hbm[row], group.host[row]])[:, columns] * group.scale[:, columns]
-            )
-            layouts = [group.modules[column].layout for column in columns.tolist()]
-            self.options[number] = _Options(columns, layouts, shards, price[columns])
+            self.options[number] = _Options(*self.rows[number], np.zeros(2) if self.prices is None else self.prices)
         return self.options[number]

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.collectives import exchange_seconds
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.model import Mode, Sharding, Table
 from evenkeel.placement.options import rank_load
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.timing import mode_seconds
+from evenkeel.placement.timing import exchange_seconds, mode_seconds
 
 FloatArray = npt.NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)

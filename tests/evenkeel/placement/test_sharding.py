@@ -28,11 +28,11 @@ from evenkeel.placement import (
     plan,
 )
 from evenkeel.placement.access import fullest_rank
-from evenkeel.placement.collectives import exchange_seconds
 from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.hardware import builtin_profile
 from evenkeel.placement.layouts import Layout, layouts
 from evenkeel.placement.options import rank_load
+from evenkeel.placement.timing import exchange_seconds
 from tests.evenkeel.placement.instances import brute_force, random_tables
 
 FloatArray = npt.NDArray[np.float64]
