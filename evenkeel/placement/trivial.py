@@ -9,7 +9,7 @@ import numpy as np
 
 from evenkeel.placement.layouts import Layout
 from evenkeel.placement.limits import Watch
-from evenkeel.placement.model import Mode
+from evenkeel.placement.model import Mode, Table
 from evenkeel.placement.options import table_layouts
 from evenkeel.placement.placing import Placed, place
 from evenkeel.placement.problem import SLACK, Choice, Problem
@@ -23,13 +23,29 @@ _ALL_HOST: _Kind = (Mode.HOST_ONLY, 0.0)
 def trivial_placements(request: PlanRequest, problem: Problem, watch: Watch) -> dict[str, Placed | None]:
     """Trivial plans by name; `None` where one does not fit, or tables cannot be in it.
 
-    All tables in HBM, in host memory, cached at the same ratio, and those in HBM with most lookups by the byte. Each
-    table has the first layout that it allows.
+    All tables in HBM, in host memory, cached at the same ratio, and those in HBM with most lookups by the byte. All
+    tables have the first layout that they allow, or all are cut into as many columns as they can be.
     """
-    number = len(request.tables)
-    if not number:
+    if not request.tables:
         return {}
-    first = _FirstLayouts(request, problem)
+    picks = {tuple(pick(request, table) for table in request.tables): None for pick in (_first, _narrowest)}
+    found = [_alike(request, problem, watch, layouts) for layouts in picks]
+    able = {name: [placed for each in found if (placed := each[name]) is not None] for name in found[0]}
+    return {name: min(own, key=lambda placed: placed.seconds, default=None) for name, own in able.items()}
+
+
+def _first(request: PlanRequest, table: Table) -> Layout:
+    return table_layouts(request, table)[0]
+
+
+def _narrowest(request: PlanRequest, table: Table) -> Layout:
+    return min(table_layouts(request, table), key=lambda layout: layout.shard(table, request.topology).dim)
+
+
+def _alike(
+    request: PlanRequest, problem: Problem, watch: Watch, layouts: tuple[Layout, ...]
+) -> dict[str, Placed | None]:
+    number, first = len(layouts), _Layouts(request, problem, layouts)
     density = first.by_density()
     ratios = sorted({m.ratio for group in problem.groups for m in group.modules if m.mode is Mode.CACHING})
 
@@ -66,12 +82,11 @@ def _largest(problem: Problem, number: int, make: Callable[[int], Choice | None]
     return best
 
 
-class _FirstLayouts:
-    """The modules of each table in the first layout that it allows."""
+class _Layouts:
+    """The modules of each table in one layout."""
 
-    def __init__(self, request: PlanRequest, problem: Problem) -> None:
-        self.request, self.problem = request, problem
-        self.layouts = [table_layouts(request, table)[0] for table in request.tables]
+    def __init__(self, request: PlanRequest, problem: Problem, layouts: tuple[Layout, ...]) -> None:
+        self.request, self.problem, self.layouts = request, problem, layouts
         self.columns: list[dict[tuple[Layout, Mode, float], list[int]]] = []
         for group in problem.groups:
             self.columns.append({})

@@ -68,6 +68,17 @@ def slowest_rank(request: PlanRequest, found: Plan) -> tuple[float, float]:
     return float(seconds.max()), float(hbm.max())
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_no_plan_is_slower_than_all_tables_cut_over_all_ranks(seed: int) -> None:
+    drawn = random_tables(6, seed, pooled=False, sharding=(Sharding.TABLE_WISE, Sharding.COLUMN_WISE))
+    hot = tuple(replace(t, dim=512, ids_per_sample=300.0 if n < 3 else 1.0) for n, t in enumerate(drawn))
+    cut = tuple(replace(table, sharding=Sharding.COLUMN_WISE, column_shards=8) for table in hot)
+    found, simple = (plan(ask(each, 60, ranks=8, local=8, time_limit_s=5)).seconds for each in (hot, cut))
+    assert found is not None
+    assert simple is not None
+    assert found <= simple * (1 + 1e-9)
+
+
 @given(st.integers(0, 10_000), st.floats(0.2, 1.0), st.sampled_from([None, 1.0, 40.0]))
 @settings(max_examples=5, deadline=None)
 def test_small_models_get_the_best_of_all_plans(seed: int, part: float, host_gib: float | None) -> None:
