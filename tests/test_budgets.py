@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1750, 2000),
     "trainer_client": (21562, 15000),
     "trainer_client/balancing": (11109, 8000),
-    "tests": (29849, 20000),
+    "tests": (29879, 20000),
     "benchmarks": (7993, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
