@@ -67,6 +67,12 @@ ROOMS = {
         words=r"partitioning\.splits|SplitOptions",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
+    "users": Room(
+        files=("evenkeel/partitioning/users.py",),
+        lines={"evenkeel/partitioning/stages.py": ("gather_users",)},
+        words=r"partitioning\.users|users_on_ranks",
+        tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
+    ),
     "speeds": Room(
         files=(f"{_BALANCING}/learned_speeds.py",),
         lines={f"{_BALANCING}/stages.py": ("SpeedLearner",)},
@@ -75,7 +81,10 @@ ROOMS = {
     ),
     "caps": Room(
         files=("evenkeel/partitioning/memory.py",),
-        lines={"evenkeel/partitioning/api.py": ("with_caps", "check_fits")},
+        lines={
+            "evenkeel/partitioning/api.py": ("with_caps", "check_fits"),
+            "evenkeel/partitioning/users.py": ("memory",),
+        },
         words=r"memory_caps?\b|partitioning\.memory",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),

@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13063, 9500),
+    "evenkeel": (13543, 9500),
     "services": (4531, 4500),
     "services/balancer": (1750, 2000),
-    "trainer_client": (21562, 15000),
-    "trainer_client/balancing": (11109, 8000),
-    "tests": (29879, 20000),
-    "benchmarks": (7993, 8000),
+    "trainer_client": (21616, 15000),
+    "trainer_client/balancing": (11163, 8000),
+    "tests": (30341, 20000),
+    "benchmarks": (7958, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
 
@@ -53,8 +53,9 @@ ROOMS = {  # words of a capability, where it lives, in how many files outside it
         ("evenkeel/partitioning/splits/", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),
         16,
     ),
-    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 25),
-    "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 9),
+    "users": (r"\busers=|\.users\b|gather_users", ("evenkeel/partitioning/users.py",), 11),
+    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 26),
+    "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 10),
     "sampling": (r"BatchSampler|BudgetSampler|CountedSampler", (f"{_BALANCING}/sampling/",), 4),
     "adapters": (r"torcheasyrec|recsys_examples|lightning", (f"{_BALANCING}/adapters/",), 0),
     "hot rows": (r"HotRows|hot_choice|hold_hot", ("trainer_client/embedding/tables/hot",), 2),

@@ -131,19 +131,21 @@ def check_fits(memory: ArrayLike | None, caps: ArrayLike | None, destinations: R
         )
 
 
+def by_memory(problem: Problem) -> Problem:
+    """The problem of spreading memory, as costs are, with the caps as limits."""
+    arrays = problem.arrays
+    arrays = arrays._replace(
+        costs=arrays.memory, memory=arrays.memory[:0], limits=arrays.caps, speeds=np.ones(arrays.caps.size)
+    )
+    return replace(problem, arrays=arrays, order=ascending_order(arrays.costs))
+
+
 def fit_memory(problem: Problem, start: Ranks) -> Ranks:
     """The start if it is within the caps, else the nearest assignment found that is.
 
     Memory is searched as costs are, with the caps as limits; small instances are searched through to the end.
     """
-    arrays = problem.arrays
-    of_memory = replace(
-        problem,
-        arrays=arrays._replace(
-            costs=arrays.memory, memory=arrays.memory[:0], limits=arrays.caps, speeds=np.ones(arrays.caps.size)
-        ),
-        order=ascending_order(arrays.memory),
-    )
+    of_memory = by_memory(problem)
     best, least = exchange_from(of_memory, start, effort=2)
     for method, effort in ((longest_first, 8), (differenced, 4)):
         if least <= 0:

@@ -33,6 +33,7 @@ class _Samples:
     lengths: Lengths
     sizes: NDArray[np.int64] | None = None
     memory: NDArray[np.float64] | None = None
+    users: NDArray[np.uint32] | None = None
     divisible: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
@@ -53,6 +54,7 @@ class RankSamples(_Samples):
         lengths: (n, jagged fields) int64 or uint32, values of each jagged field.
         sizes: (n,) int64, bytes that moving each sample takes; None: the sum of its lengths.
         memory: (n,) float64, what the memory caps count; None: nothing.
+        users: (n,) uint32, whose each sample is: those of one user share keys. None: nobody says.
         batch_sizes: Samples of each of the rank's batches, in order; empty: all are of one.
         divisible: (m, WIDTH) float64, the samples that may be split; see `Divisible.table`. None: there are none.
     """

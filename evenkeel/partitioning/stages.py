@@ -17,6 +17,7 @@ from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples, partition_batches
 from evenkeel.partitioning.slices import Slices, slices_of
 from evenkeel.partitioning.splits.stage import split_heavy
+from evenkeel.partitioning.users import gather_users
 from evenkeel.partitioning.windows import gather_heavy
 
 Found: TypeAlias = RoundPlan | PartitionError
@@ -37,6 +38,7 @@ class Stage(NamedTuple):
 STAGES = (
     Stage(lambda samples, options: samples.num_batches > 1 and not options.stay, gather_heavy),
     Stage(lambda samples, options: options.split is not None and samples.divisible is not None, split_heavy),
+    Stage(lambda samples, options: samples.users is not None and not options.stay, gather_users),
 )
 
 

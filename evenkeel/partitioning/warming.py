@@ -28,6 +28,11 @@ def warm_up() -> None:
     partition([10] * 5 + [0] * 3, [0] * 4 + [1] * 4, 2, tolerance=0.0, move_price=0.0)  # one rank must take three tens
     with suppress(PartitionError):  # which only trying all assignments tells
         partition([1] * 5, [0, 0, 0, 1, 1], 2, memory=[6, 6, 6, 1, 1], memory_caps=[11, 9])
+    samples = RoundSamples(
+        batch_sizes=np.full((2, 1), 2), costs=np.arange(4), lengths=np.ones((4, 1), np.int64),
+        users=np.array([0, 1, 0, 1], np.uint32),
+    )  # fmt: skip
+    plan_round(samples, RoundOptions())
     spans = SpanCosts.of([900, 9, 9], per_position=1)
     divisible = Divisible(samples=np.array([0]), first_items=np.zeros(1), spans=spans.take([0]))
     samples = RoundSamples(

@@ -17,7 +17,7 @@ COUNTS_EQUAL: Counts
 COUNTS_FREE: Counts
 
 class PlanRoundRequest(_message.Message):
-    __slots__ = ("job", "group", "loader", "run_id", "restart_count", "client_version", "round", "ranks", "batches", "batch_sizes", "costs_int", "costs_f64", "sizes", "memory", "nodes", "divisible", "options", "facts")
+    __slots__ = ("job", "group", "loader", "run_id", "restart_count", "client_version", "round", "ranks", "batches", "batch_sizes", "costs_int", "costs_f64", "sizes", "memory", "nodes", "divisible", "options", "facts", "users")
     JOB_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LOADER_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class PlanRoundRequest(_message.Message):
     DIVISIBLE_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    USERS_FIELD_NUMBER: _ClassVar[int]
     job: str
     group: str
     loader: str
@@ -54,7 +55,8 @@ class PlanRoundRequest(_message.Message):
     divisible: bytes
     options: PlanOptions
     facts: RunFacts
-    def __init__(self, job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., run_id: _Optional[str] = ..., restart_count: _Optional[int] = ..., client_version: _Optional[str] = ..., round: _Optional[int] = ..., ranks: _Optional[int] = ..., batches: _Optional[int] = ..., batch_sizes: _Optional[bytes] = ..., costs_int: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., nodes: _Optional[bytes] = ..., divisible: _Optional[bytes] = ..., options: _Optional[_Union[PlanOptions, _Mapping]] = ..., facts: _Optional[_Union[RunFacts, _Mapping]] = ...) -> None: ...
+    users: bytes
+    def __init__(self, job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., run_id: _Optional[str] = ..., restart_count: _Optional[int] = ..., client_version: _Optional[str] = ..., round: _Optional[int] = ..., ranks: _Optional[int] = ..., batches: _Optional[int] = ..., batch_sizes: _Optional[bytes] = ..., costs_int: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., nodes: _Optional[bytes] = ..., divisible: _Optional[bytes] = ..., options: _Optional[_Union[PlanOptions, _Mapping]] = ..., facts: _Optional[_Union[RunFacts, _Mapping]] = ..., users: _Optional[bytes] = ...) -> None: ...
 
 class PlanOptions(_message.Message):
     __slots__ = ("strategy", "counts", "tolerance", "move_price", "min_samples", "speeds", "memory_caps", "split")

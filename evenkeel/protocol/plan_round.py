@@ -153,6 +153,8 @@ def write_request(samples: RoundSamples, options: RoundOptions, names: RoundName
     if options.memory_caps:
         assert samples.memory is not None
         message.memory = _bytes(samples.memory, _F8)
+    if samples.users is not None:
+        message.users = _bytes(samples.users, _U4)
     if samples.nodes is not None:
         message.nodes = _bytes(samples.nodes, _I4)
     if options.split is not None and samples.divisible is not None:
@@ -233,11 +235,13 @@ def _read_samples(message: pb.PlanRoundRequest, limits: RoundLimits) -> RoundSam
     else:
         costs = _amounts("costs_int", _whole_numbers("costs_int", message.costs_int, n, _U4, _I8))
     sizes = np.zeros(n, np.int64)
-    memory = nodes = divisible = None
+    memory = users = nodes = divisible = None
     if message.sizes:
         sizes = _amounts("sizes", _whole_numbers("sizes", message.sizes, n, _U4, _I8))
     if message.memory or message.options.memory_caps:
         memory = _amounts("memory", _array("memory", message.memory, n, _F8))
+    if message.users:
+        users = _array("users", message.users, n, _U4)
     if message.nodes:
         nodes = _array("nodes", message.nodes, ranks, _I4)
         _check_range("nodes", nodes, Range(0, np.iinfo(np.int32).max))
@@ -249,6 +253,7 @@ def _read_samples(message: pb.PlanRoundRequest, limits: RoundLimits) -> RoundSam
         lengths=np.empty((n, 0), np.uint32),
         sizes=sizes,
         memory=memory,
+        users=users,
         nodes=nodes,
         divisible=divisible,
     )

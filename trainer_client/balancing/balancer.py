@@ -200,6 +200,7 @@ class Balancer:
         *,
         cost: Cost,
         memory: Cost | None = None,
+        users: Cost | None = None,
         spec: BatchSpec | None = None,
         loader: str = "train",
     ) -> Ticket:
@@ -211,6 +212,7 @@ class Balancer:
             batch: The host's batch; None when this rank's data has ended, until all ranks' has.
             cost: From the batch to the predicted work of each sample.
             memory: From the batch to what each sample adds to the memory caps; default: its bytes.
+            users: From the batch to whose each sample is; see `BalancedLoader`.
             spec: How to read the batch's fields.
             loader: Name of the loop; loops that are under way at the same time need different ones.
         """
@@ -219,7 +221,8 @@ class Balancer:
         if batch is not None:
             self._specs[loader] = spec
         try:
-            return stream.submit_window([] if batch is None else [batch], cost=cost, memory=memory, spec=spec)
+            batches = [] if batch is None else [batch]
+            return stream.submit_window(batches, cost=cost, memory=memory, users=users, spec=spec)
         except NoDataError:
             return Ticket.of_nothing()
 

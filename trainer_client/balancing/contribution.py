@@ -1,9 +1,9 @@
 """What a rank contributes to a round: one NumPy header, then arrays; written and read here and nowhere else.
 
-    header | batch_sizes u4 | costs i8 or f8 | sizes i8 | memory f8 | divisible f8 | lengths u4 | extras (pickled)
+    header | batch_sizes u4 | costs i8 or f8 | sizes i8 | memory f8 | users u4 | divisible f8 | lengths u4 | extras
 
-Each part begins at a multiple of 8 bytes. `Extras` is what is rarely there. Ranks that train copies of a batch (peers)
-send the header alone, by which the lead sees that their copies are the same.
+Each part begins at a multiple of 8 bytes. `Extras`, pickled, is what is rarely there. Ranks that train copies of a
+batch (peers) send the header alone, by which the lead sees that their copies are the same.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ HEADER = np.dtype(
         ("measured", "<f8", (5,)),
     ]
 )
-_PARTS = ("batch_sizes", "costs", "sizes", "memory", "divisible", "lengths", "extras")
-_FLOAT, _MEMORY, DROP_LAST, INVALID, OUT_OF_ORDER = 1, 2, 4, 8, 16  # flags
+_PARTS = ("batch_sizes", "costs", "sizes", "memory", "users", "divisible", "lengths", "extras")
+_FLOAT, _MEMORY, DROP_LAST, INVALID, OUT_OF_ORDER, USERS = 1, 2, 4, 8, 16, 32  # flags
 
 
 class State(IntEnum):
@@ -106,7 +106,8 @@ class Contribution:
         samples, header = self.samples, np.zeros((), HEADER)
         is_float = samples.costs.dtype.kind == "f"
         flags = _FLOAT * is_float | _MEMORY * (samples.memory is not None) | DROP_LAST * self.drop_last
-        header["flags"] = flags | INVALID * self.invalid | OUT_OF_ORDER * self.out_of_order
+        flags |= INVALID * self.invalid | OUT_OF_ORDER * self.out_of_order | USERS * (samples.users is not None)
+        header["flags"] = flags
         header["state"], header["num_samples"] = self.state, len(samples)
         header["schema"], header["shared"], header["copy"] = self.schema, self.shared, self.copy
         header["taken"], header["measured"] = self.taken, self.measured
@@ -121,6 +122,7 @@ class Contribution:
                 samples.costs.astype("<f8" if is_float else "<i8", copy=False).tobytes(),
                 samples.moving_sizes.astype("<i8", copy=False).tobytes(),
                 b"" if samples.memory is None else samples.memory.astype("<f8", copy=False).tobytes(),
+                b"" if samples.users is None else samples.users.astype("<u4", copy=False).tobytes(),
                 b"" if samples.divisible is None else samples.divisible.astype("<f8", copy=False).tobytes(),
                 samples.lengths.astype("<u4").tobytes(),
                 extras,
@@ -157,7 +159,8 @@ class Contributions:
         n, header = self._counts, self.headers
         sizes = (
             4 * header["num_batches"].astype(np.int64), 8 * n, 8 * n, 8 * n * self.flag(_MEMORY),
-            8 * WIDTH * header["num_divisible"].astype(np.int64), 4 * n * header["num_fields"], header["extras"],
+            4 * n * self.flag(USERS), 8 * WIDTH * header["num_divisible"].astype(np.int64),
+            4 * n * header["num_fields"], header["extras"],
         )  # fmt: skip
         self._ends, self._begins, at = {}, {}, np.full(len(n), HEADER.itemsize, np.int64)
         for name, size in zip(_PARTS, sizes, strict=True):
@@ -194,7 +197,7 @@ class Contributions:
 
     def samples(self, nodes: NDArray[np.int32] | None = None) -> RoundSamples:
         """The samples of all ranks, given (ranks,) their hosts."""
-        n, is_float = self._counts, self.flag(_FLOAT)
+        n, is_float, named = self._counts, self.flag(_FLOAT), self.flag(USERS)
         has_float = bool((is_float & (n > 0)).any())
         costs = self._joined("costs", "<f8" if has_float else "<i8")
         if has_float and not is_float[n > 0].all():
@@ -211,6 +214,7 @@ class Contributions:
             batch_sizes=self.batch_sizes, costs=costs, lengths=lengths.reshape(int(n.sum()), num_fields),
             sizes=self._joined("sizes", "<i8"), nodes=nodes, divisible=divisible,
             memory=self._joined("memory", "<f8") if self.flag(_MEMORY).any() else None,
+            users=self._joined("users", "<u4") if named.any() and (named | (n == 0)).all() else None,
         )  # fmt: skip
 
     def _bytes(self, part: str, rank: int) -> Bytes:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.schema import remedy
-from trainer_client.balancing.contribution import DROP_LAST, INVALID, OUT_OF_ORDER, Contributions, State
+from trainer_client.balancing.contribution import DROP_LAST, INVALID, OUT_OF_ORDER, USERS, Contributions, State
 from trainer_client.balancing.errors import PeersDifferError, SchemaMismatchError, out_of_order
 from trainer_client.balancing.report import Mode, Reason
 from trainer_client.balancing.resume import check_resumed
@@ -85,6 +85,12 @@ def _check(contributions: Contributions, rules: Rules, number: int) -> None:
         raise _schemas_differ(contributions, rules.schema_lines)
     if _differ(contributions, "shared"):
         raise _shared_values_differ(contributions)
+    named, ranks = contributions.flag(USERS), np.array(contributions.with_samples, np.int64)
+    if named[ranks].any() and not named[ranks].all():
+        raise ValueError(
+            f"users is given on rank {ranks[named[ranks]][0]} and not on rank {ranks[~named[ranks]][0]}; give it to "
+            f"the loaders of all ranks or of none; {NAMES}"
+        )
 
 
 def _differ(contributions: Contributions, name: str) -> bool:

@@ -91,6 +91,7 @@ class BalancedLoader(Generic[B]):
         *,
         cost: Cost,
         memory: Cost | None = None,
+        users: Cost | None = None,
         spec: BatchSpec | None = None,
         device: torch.device | str | None = None,
         name: str = "train",
@@ -105,6 +106,8 @@ class BalancedLoader(Generic[B]):
             balancer: The balancer of this rank.
             cost: From a batch to one number per sample: its predicted work; of a batch on a GPU also a tensor there.
             memory: From a batch to one number per sample: what the memory caps count; default: its bytes.
+            users: From a batch to one whole number per sample: whose it is. Samples of a user come to one rank where
+                that leaves fewer rows to look up, and no rank more to do (docs/train/loop.md).
             spec: Which fields are flattened, shared, or hold the batch size.
             device: Where the batches shall be; default: where the loader puts them, or this rank's current GPU if the
                 process group moves tensors of GPUs only (NCCL alone).
@@ -118,15 +121,15 @@ class BalancedLoader(Generic[B]):
                 the device, or the name is no text.
             TypeError: If the loader is no iterable.
         """
-        _check(loader, balancer, cost, memory, name)
+        _check(loader, balancer, {"cost": cost, "memory": memory, "users": users}, name)
         check_spec(spec)
         check_device(device)
         self.loader = loader
         self.balancer = balancer
         self.name = name
         self.summed_terms = SummedTerms(cost.terms) if isinstance(cost, LearnedCost) else None
-        self._cost, self._memory, self._spec, self._device = cost, memory, spec, device
-        self._drop_last = drop_last
+        self._cost, self._memory, self._users = cost, memory, users
+        self._spec, self._device, self._drop_last = spec, device, drop_last
         self._requested: Callable[[], None] = lambda: None
         self._used: BatchStream | None = None  # by the latest loop
         self._report: RoundReport | None = None  # of the latest batch
@@ -403,7 +406,7 @@ class _Loop:
 
     def _source(self, batches: Any, start: Position | None) -> Source:
         loader = self._loader
-        return Source(batches, start, cost=loader._cost, memory=loader._memory, spec=loader._spec)
+        return Source(batches, start, cost=loader._cost, memory=loader._memory, users=loader._users, spec=loader._spec)
 
     def read_ahead(self) -> None:
         """Reads and submits until `depth` windows are in flight; raises if this loop is no longer the stream's."""
@@ -442,8 +445,8 @@ class _Loop:
     def _submit(self, batches: list[Any]) -> Ticket:
         loader, source = self._loader, self.source
         return self.stream.submit_window(
-            batches, cost=source.cost, memory=source.memory, spec=loader._spec, device=loader._device,
-            drop_last=loader._drop_last,
+            batches, cost=source.cost, memory=source.memory, users=source.users, spec=loader._spec,
+            device=loader._device, drop_last=loader._drop_last,
         )  # fmt: skip
 
     def start_next(self) -> _Moving | None:
@@ -473,7 +476,7 @@ class _Loop:
         return _Moving(pending, directive.reports[batch], directive.splits(batch), progress)
 
 
-def _check(loader: object, balancer: object, cost: object, memory: object, name: object) -> None:
+def _check(loader: object, balancer: object, functions: dict[str, object], name: object) -> None:
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader is {loader!r}; give an iterable of batches, such as a DataLoader")
     if not isinstance(balancer, Balancer):
@@ -481,7 +484,7 @@ def _check(loader: object, balancer: object, cost: object, memory: object, name:
             f"balancer is {balancer!r}; make one with Balancer.connect(address), Balancer.embedded() or "
             "Balancer.from_env()"
         )
-    for name_of, function in (("cost", cost), ("memory", memory)):
+    for name_of, function in functions.items():
         if not callable(function) and (name_of == "cost" or function is not None):
             raise ValueError(f"{name_of} is {function!r}; give a function from a batch to one number per sample")
     if not isinstance(name, str) or not name:

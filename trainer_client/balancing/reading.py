@@ -1,4 +1,4 @@
-"""What a rank has to contribute: the user's costs and memory, lengths, a digest of copies, and what it measured."""
+"""What a rank has to contribute: costs, memory and users, lengths, a digest of copies, and what it measured."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.splitting import Costs, check_divides, divisible_in_round
 
+_SPREAD = np.uint64(0x9E3779B1)  # odd, and without a pattern: numbers that only differ far up differ in the low bits
 _MOST_ROWS = 1000
 _FIRST_ROWS = 10  # batches with times until the lead first hears of them, and then as many as the fit's options say
 
@@ -34,6 +35,40 @@ def read_costs(values: Any, num_samples: int, *, what: str = "cost", world_size:
     Raises:
         ValueError: If there is not one number for each sample, or the numbers are on a device.
     """
+    array = _read_values(values, num_samples, what)
+    if num_samples == 0 or array.dtype.kind in "biu":
+        if array.dtype == np.uint64 and num_samples and int(array.max()) > np.iinfo(np.int64).max:
+            raise ValueError(f"{what} {int(array.max())} exceeds int64; use float64")
+        array = array.astype(np.int64)
+    elif array.dtype.kind == "f":
+        array = array.astype(np.float64)
+    else:
+        raise ValueError(f"{what} returned {array.dtype} values; return integers or floating-point numbers")
+    problem, bad = "", np.flatnonzero(~np.isfinite(array) | (array < 0))
+    if len(bad):
+        problem = (
+            f"{what} of sample {bad[0]} is {array[bad[0]]}; all must be finite and at least 0 ({len(bad)} are not)"
+        )
+    elif (total := float(array.sum(dtype=np.float64))) > (limit := share_of_total(world_size)):
+        problem = f"{what} adds up to {total:.4g}; all of a rank's must stay below {limit:.4g}: use larger units"
+    return np.zeros(num_samples, np.int64) if problem else array, problem
+
+
+def read_users(values: Any, num_samples: int) -> NDArray[np.uint32]:
+    """(n,) whose each sample is: numbers below 2^32 as they are, others as ones of 32 bits that rarely meet.
+
+    Raises:
+        ValueError: If there is not one whole number for each sample, or the numbers are on a device.
+    """
+    array = _read_values(values, num_samples, "users")
+    if num_samples and array.dtype.kind not in "iu":
+        raise ValueError(f"users returned {array.dtype} values; return whole numbers, such as the ids of users")
+    bits = array.astype(np.int64).view(np.uint64)
+    return (bits ^ ((bits >> np.uint64(32)) * _SPREAD)).astype(np.uint32)
+
+
+def _read_values(values: Any, num_samples: int, what: str) -> NDArray[Any]:
+    """(n,) what a user's function has returned, on the host."""
     device = getattr(values, "device", None)
     if device is not None and getattr(device, "type", "cpu") != "cpu":
         raise ValueError(
@@ -54,22 +89,7 @@ def read_costs(values: Any, num_samples: int, *, what: str = "cost", world_size:
     if array.shape != (num_samples,):
         given = f"shape {array.shape}" if array.ndim else repr(values)
         raise ValueError(f"{what} returned {given} for {num_samples} samples; return one number for each sample")
-    if num_samples == 0 or array.dtype.kind in "biu":
-        if array.dtype == np.uint64 and num_samples and int(array.max()) > np.iinfo(np.int64).max:
-            raise ValueError(f"{what} {int(array.max())} exceeds int64; use float64")
-        array = array.astype(np.int64)
-    elif array.dtype.kind == "f":
-        array = array.astype(np.float64)
-    else:
-        raise ValueError(f"{what} returned {array.dtype} values; return integers or floating-point numbers")
-    problem, bad = "", np.flatnonzero(~np.isfinite(array) | (array < 0))
-    if len(bad):
-        problem = (
-            f"{what} of sample {bad[0]} is {array[bad[0]]}; all must be finite and at least 0 ({len(bad)} are not)"
-        )
-    elif (total := float(array.sum(dtype=np.float64))) > (limit := share_of_total(world_size)):
-        problem = f"{what} adds up to {total:.4g}; all of a rank's must stay below {limit:.4g}: use larger units"
-    return np.zeros(num_samples, np.int64) if problem else array, problem
+    return array
 
 
 def read_round(
@@ -79,6 +99,7 @@ def read_round(
     template: FlatBatch,
     cost: Cost,
     memory: Cost | None,
+    users: Cost | None,
     caps: Sequence[float] | None,
     split: bool,
     shares: int,
@@ -93,6 +114,7 @@ def read_round(
     """
     costs: list[Costs] = []
     memories: list[NDArray[np.float64]] = []
+    numbers: list[NDArray[np.uint32]] = []
     problem = ""
     for batch, flat in zip(batches, flats, strict=True):
         if split:
@@ -108,12 +130,16 @@ def read_round(
                 problem = problem or its_problem
             flat.check_unchanged("memory")
             memories.append(used.astype(np.float64))
+        if users is not None:
+            numbers.append(read_users(users(batch), flat.num_samples))
+            flat.check_unchanged("users")
     # a batch without samples may be of other fields, as an empty list tells nothing of what it would hold
     samples = RankSamples(
         costs=_joined(costs),
         lengths=_joined([flat.lengths for flat in flats if flat.num_samples] or [template.lengths]),
         sizes=_joined([flat.sizes for flat in flats]),
         memory=_joined(memories) if memories else None,
+        users=_joined(numbers) if numbers else None,
         batch_sizes=tuple(flat.num_samples for flat in flats),
         divisible=divisible_in_round(cost, batches, flats, costs, memories, caps) if split and not problem else None,
     )

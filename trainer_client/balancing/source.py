@@ -110,10 +110,18 @@ class Source:
     Attributes:
         cost: The cost of what comes out here.
         memory: Its memory; None: its bytes.
+        users: Whose its samples are; None: nobody says.
     """
 
     def __init__(
-        self, loader: Any, start: Position | None, *, cost: Cost, memory: Cost | None, spec: BatchSpec | None
+        self,
+        loader: Any,
+        start: Position | None,
+        *,
+        cost: Cost,
+        memory: Cost | None,
+        users: Cost | None,
+        spec: BatchSpec | None,
     ) -> None:
         """Begins an iteration, which may fork workers, at `start` if that is a position of this loader's.
 
@@ -123,6 +131,7 @@ class Source:
         self._loader, self._spec = loader, spec
         self.cost = AskedAhead(cost)
         self.memory = None if memory is None else AskedAhead(memory)
+        self.users = None if users is None else AskedAhead(users)
         self._on_device: bool | None = None
         self._arriving: deque[_OnTheWay] = deque()
         self._asked = 0  # batches that were asked for here, also after the end
@@ -161,7 +170,7 @@ class Source:
                 self._on_device = is_on_device(batch, self._spec)
             if not self._on_device:
                 return batch
-            functions = [self.cost] if self.memory is None else [self.cost, self.memory]
+            functions = [one for one in (self.cost, self.memory, self.users) if one is not None]
             self._arriving.append(_OnTheWay(position, batch, self._spec, functions))
         if not self._arriving:
             raise StopIteration

@@ -359,6 +359,7 @@ class BatchStream:
         *,
         cost: Cost,
         memory: Cost | None = None,
+        users: Cost | None = None,
         spec: BatchSpec | None = None,
         device: Device = None,
         drop_last: bool = False,
@@ -372,6 +373,7 @@ class BatchStream:
                 none after this rank's data has ended, as long as other ranks have some.
             cost: From a batch to the predicted work of each sample.
             memory: From a batch to what each sample adds to the memory caps; default: its bytes.
+            users: From a batch to whose each sample is; see `BalancedLoader`.
             spec: How to read the batches' fields.
             device: Where the batches will be trained.
             drop_last: Drop a global batch with too few samples for all ranks; see `BalancedLoader`.
@@ -398,7 +400,8 @@ class BatchStream:
             self._follow_fit(learned)
         check_window(flats)
         samples, problem = read_round(
-            batches, flats, template=opened.rounds.template, cost=cost, memory=memory, caps=opened.options.memory_caps,
+            batches, flats, template=opened.rounds.template, cost=cost, memory=memory, users=users,
+            caps=opened.options.memory_caps,
             split=opened.options.split is not None,
             shares=opened.world_size * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip

@@ -137,6 +137,7 @@ def _only(samples: RoundSamples, own: Integers) -> RoundSamples:
         lengths=samples.lengths[own],
         sizes=samples.moving_sizes[own],
         memory=None if samples.memory is None else samples.memory[own],
+        users=None,
         divisible=divisible,
     )
 

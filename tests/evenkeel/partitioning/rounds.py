@@ -25,13 +25,14 @@ def round_of(
     steps = np.zeros(len(homes), int) if steps is None else np.asarray(steps)
     places = np.asarray(homes, np.int64) * num_steps + steps
     assert (np.diff(places) >= 0).all()
-    sizes, memory, nodes = (given.get(name) for name in ("sizes", "memory", "nodes"))
+    sizes, memory, nodes, users = (given.get(name) for name in ("sizes", "memory", "nodes", "users"))
     samples = RoundSamples(
         batch_sizes=np.bincount(places, minlength=num_ranks * num_steps).reshape(num_ranks, num_steps),
         costs=np.asarray(costs),
         lengths=np.zeros((len(places), 0), np.int64),
         sizes=np.asarray(costs if sizes is None else sizes),
         memory=None if memory is None else np.asarray(memory, np.float64),
+        users=None if users is None else np.asarray(users, np.uint32),
         nodes=None if nodes is None else np.asarray(nodes, np.int32),
         divisible=divisible,
     )

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -189,6 +190,22 @@ def check_window(rng: Rng) -> None:
         assert np.allclose(loads, found.loads_after[step])
 
 
+def check_users(rng: Rng) -> None:
+    """Users: no batch's largest load is above that of the plan without them, and no cap is broken."""
+    n, num_ranks = _shape(rng)
+    costs, homes = _amounts(rng, n), _homes(rng, n, num_ranks)
+    given = _options(rng, costs, homes, num_ranks)
+    samples, options = round_of(costs, homes, num_ranks, users=rng.integers(0, _one(rng, 2, 20, 1 << 32), n), **given)
+    try:
+        found, without = plan_round(samples, options), plan_round(replace(samples, users=None), options)
+    except PartitionError:
+        return
+    assert found.figures.max_load_after <= without.figures.max_load_after
+    assert np.bincount(found.destinations).tolist() == np.bincount(without.destinations).tolist()
+    if "memory" in given:
+        assert _within(_sums(given["memory"], found.destinations, num_ranks), given["memory_caps"], Fraction(1, 10**9))
+
+
 def check_split(rng: Rng) -> None:
     """Samples in parts: every position once, at cuts that are allowed, within caps, and in less time than whole."""
     n, num_ranks = int(rng.integers(1, 40)), int(rng.integers(2, 20))
@@ -246,7 +263,7 @@ def run(first: int, count: int) -> None:
         for number in range(first, first + count):
             rng = np.random.default_rng([7, number])
             print("instance", number)  # shown where one fails
-            _one(rng, *[check_partition] * 8, check_window, check_split)(rng)
+            _one(rng, *[check_partition] * 8, check_window, check_split, check_users)(rng)
 
 
 @pytest.mark.parametrize("first", range(0, 600, 200))

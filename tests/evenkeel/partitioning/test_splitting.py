@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.references.least_splits import least_time
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
 from evenkeel.partitioning.splits.stage import BatchParts, split_batch
+from tests.evenkeel.partitioning.least_splits import least_time
 from tests.evenkeel.partitioning.rounds import round_of
 from tests.evenkeel.partitioning.test_fuzz import check_parts
 

@@ -80,6 +80,7 @@ def rounds(draw: st.DrawFn) -> Round:
         costs=whole.costs if splits or draw(st.booleans()) else whole.costs.astype(np.int64),
         sizes=rng.integers(0, draw(st.sampled_from([100, 1 << 33])), n) if draw(st.booleans()) else None,
         memory=items.astype(np.float64) if capped else None,
+        users=rng.integers(0, 9, n).astype(np.uint32) if n and draw(st.booleans()) else None,
         nodes=np.arange(num_ranks, dtype=np.int32) // 2 if num_ranks > 2 and draw(st.booleans()) else None,
         divisible=whole.divisible if splits and len(whole.divisible) else None,
         roles=ROLES if splits else None,

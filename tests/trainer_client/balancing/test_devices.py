@@ -69,7 +69,7 @@ def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkey
             raise BatchError("'count' is on cuda:0")
         return batch.lengths_of("count")
 
-    came = Source(source(), None, cost=cost_of, memory=on_the_host, spec=SPEC)
+    came = Source(source(), None, cost=cost_of, memory=on_the_host, users=None, spec=SPEC)
     for step in range(4):
         flat = next(came)
         assert fetched == list(range(min(step + 2, 4)))
@@ -84,7 +84,7 @@ def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkey
             raise BatchError("'count' is on cuda:0")
         return batch["count"]
 
-    came = Source(source(), None, cost=on_the_host_only, memory=None, spec=SPEC)
+    came = Source(source(), None, cost=on_the_host_only, memory=None, users=None, spec=SPEC)
     with pytest.raises(BatchError, match="'count' is on cuda:0; compute it with torch on the device"):
         came.cost(next(came))
 

@@ -24,7 +24,7 @@ NUMBERS = st.integers(0, 2**40)
 @st.composite
 def samples_of_ranks(draw: st.DrawFn) -> list[RankSamples]:
     ranks, fields_, batches = draw(st.integers(1, 4)), draw(st.integers(0, 2)), draw(st.integers(1, 2))
-    with_memory, drawn = draw(st.booleans()), []
+    with_memory, with_users, drawn = draw(st.booleans()), draw(st.booleans()), []
     for _ in range(ranks):
         sizes = tuple(draw(st.lists(st.integers(0, 3), min_size=batches, max_size=batches)))
         n = sum(sizes)
@@ -40,6 +40,7 @@ def samples_of_ranks(draw: st.DrawFn) -> list[RankSamples]:
                 lengths=np.array(numbers(n * fields_, 2**31), np.int64).reshape(n, fields_),
                 batch_sizes=sizes,
                 memory=np.array(numbers(n, 2**40), np.float64) if with_memory else None,
+                users=np.array(numbers(n, 2**32 - 1), np.uint32) if with_users else None,
             )
         )
     return drawn
@@ -75,6 +76,8 @@ def test_contributions_are_read_as_they_were_written(samples: list[RankSamples],
     assert joined.batch_sizes.tolist() == [list(one.batch_sizes) for one in samples]
     if joined.lengths.size:
         assert joined.lengths.tolist() == [row for one in samples for row in one.lengths.tolist()]
+    users = None if samples[0].users is None else [one for each in samples for one in each.users.tolist()]  # type: ignore[union-attr]
+    assert (None if joined.users is None else joined.users.tolist()) == users
     memories = None if samples[0].memory is None else [one for each in samples for one in each.memory.tolist()]  # type: ignore[union-attr]
     assert (None if joined.memory is None else joined.memory.tolist()) == memories
     for rank, one in enumerate(written):

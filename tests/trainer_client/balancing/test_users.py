@@ -1,0 +1,126 @@
+"""Users on real ranks: their samples come together, served and embedded alike, and every sample is trained once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.harness.balancer_process import ServiceProcess
+from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.jobs import balancer_of, check_served
+from trainer_client import BalancedLoader
+from trainer_client.balancing.reading import read_users
+
+RANKS, STEPS, SAMPLES = 4, 3, 32
+FAR = 5 << 40  # what numbers of users begin at: more than 32 bits
+
+
+def batches(rank: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
+    """User-major data dealt out by stride: each user's samples are on all ranks, and are as long as they are old."""
+    found = []
+    for step in range(steps):
+        ids = torch.arange(SAMPLES) * RANKS + rank + 1000 * step
+        user = torch.arange(SAMPLES) * RANKS // 8
+        lengths = torch.randint(50, 2000, (SAMPLES,), generator=torch.Generator().manual_seed(step))[user]
+        found.append({"id": ids, "user": FAR + user, "length": lengths + torch.arange(SAMPLES) % 8 + rank})
+    return found
+
+
+def cost_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return batch["length"] * (1000 + batch["length"])
+
+
+Trained = list[tuple[list[int], list[int], float]]
+"""Of each step of a rank: ids, users, how uneven the loads of all ranks are."""
+
+
+def _train(rank: int, address: str | None, named: bool, window: int) -> Trained:
+    with balancer_of(address, f"users-{named}-{window}", window=window) as balancer:
+        users = (lambda batch: batch["user"]) if named else None
+        loader = BalancedLoader(batches(rank), balancer, cost=cost_of, users=users)
+        trained = []
+        for batch in loader:
+            report = loader.report
+            trained.append((batch["id"].tolist(), batch["user"].tolist(), report.imbalance))
+        check_served(loader, address)
+        return trained
+
+
+def users_on_ranks(results: list[Trained]) -> int:
+    """Users that each rank has samples of, summed over ranks and steps."""
+    return sum(len(set(users)) for trained in results for _, users, _ in trained)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_samples_of_a_user_come_to_one_rank(balancer: ServiceProcess, window: int) -> None:
+    embedded, served = (run_ranks(RANKS, _train, address, True, window) for address in (None, balancer.address))
+    assert embedded == served
+    without = run_ranks(RANKS, _train, None, False, window)
+    everything = sorted(one for rank in range(RANKS) for batch in batches(rank) for one in batch["id"].tolist())
+    assert sorted(one for trained in embedded for ids, _, _ in trained for one in ids) == everything
+    for (_, _, imbalance), (_, _, before) in zip(embedded[0], without[0], strict=True):
+        assert imbalance <= before
+    assert users_on_ranks(embedded) < 0.6 * users_on_ranks(without)
+
+
+def _fail(rank: int, kind: str) -> str:
+    users: Any = {
+        "some": (lambda batch: batch["user"]) if rank else None,
+        "floats": lambda batch: batch["user"] * 0.5,
+        "few": lambda batch: batch["user"][:3],
+    }[kind]
+    with balancer_of(None, "failing") as balancer:
+        try:
+            list(BalancedLoader(batches(rank), balancer, cost=cost_of, users=users))
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("some", "users is given on rank 1 and not on rank 0; give it to the loaders of all ranks or of none"),
+        ("floats", "users returned float64 values; return whole numbers"),
+        ("few", r"users returned shape (3,) for 32 samples"),
+    ],
+)
+def test_users_that_cannot_be_used_are_an_error_on_all_ranks(kind: str, text: str) -> None:
+    assert all(text in error for error in run_ranks(2, _fail, kind))
+
+
+def test_one_rank_and_functions_that_are_none() -> None:
+    with balancer_of(None) as balancer:
+        loader = BalancedLoader(batches(0), balancer, cost=cost_of, users=lambda batch: batch["user"])
+        assert [batch["id"].tolist() for batch in loader] == [batch["id"].tolist() for batch in batches(0)]
+        with pytest.raises(ValueError, match="users is 'user'; give a function"):
+            BalancedLoader(batches(0), balancer, cost=cost_of, users="user")  # type: ignore[arg-type]
+
+
+def test_numbers_of_users_keep_them_apart() -> None:
+    small = np.arange(100_000)
+    assert (read_users(small, small.size) == small).all()
+    for users in (small << 32, (small << 32) + small, -small, small * 0x1234_5678_9ABC, (small % 256 << 32) + small):
+        assert np.unique(read_users(users, users.size)).size > 0.999 * np.unique(users).size
+    assert read_users(np.array([2**64 - 1, 5], np.uint64), 2)[1] == 5
+    assert read_users([], 0).size == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (["anna", "bert"], "users returned <U4 values; return whole numbers, such as the ids of users"),
+        ([True, False], "users returned bool values; return whole numbers"),
+        ([1.0, np.nan], "users returned float64 values; return whole numbers"),
+        ([2**70, 1], "users returned object values; return whole numbers"),
+        ([[1, 2]], r"users returned shape (1, 2) for 2 samples; return one number for each sample"),
+        (None, "users returned None for 2 samples; return one number for each sample"),
+    ],
+)
+def test_users_that_are_no_whole_numbers_are_refused(values: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        read_users(values, 2)
