@@ -1,4 +1,4 @@
-"""The keys of a table that were looked up most often, by what was seen of live batches."""
+"""The keys of a table that most batches look up, by what was seen of live batches."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ Array = npt.NDArray[Any]
 
 
 def heavy_hitters(trace: KeyTrace) -> tuple[Array, Array]:
-    """(keys,) int64 keys that were seen, most lookups first, and (keys,) lookups of each.
+    """(keys,) int64 keys that were seen, and (keys,) share of the steps that looked each up, the largest first.
 
     Args:
-        trace: Of all keys: there was room for them.
+        trace: Of one rank, and of all keys: there was room for them.
 
     Raises:
         InvalidInputError: If only a sample of the keys was followed, most of which are unknown then.
     """
     remedy = "observe fewer steps, or give KeyStatistics a larger max_references"
     require(trace.limit == ALL, "share", trace.share, "of the keys alone was followed", remedy)
-    hashes, where = np.unique(trace.key, return_inverse=True)
-    lookups = np.bincount(where, weights=trace.times, minlength=len(hashes)).astype(np.int64)
-    order = np.argsort(-lookups, kind="stable")
-    return _keys_of(hashes[order]), lookups[order]
+    hashes, steps = np.unique(trace.key, return_counts=True)
+    order = np.argsort(-steps, kind="stable")
+    return _keys_of(hashes[order]), steps[order] / max(trace.steps, 1)
 
 
 def _keys_of(hashes: Array) -> Array:

@@ -101,14 +101,13 @@ class _Keys:
 def choose_hot_rows(
     table: RoutedTable,
     keys: Tensor,
-    lookups: Tensor,
+    wanted: Tensor,
     *,
-    lookups_per_rank: float,
     world_size: int,
     ranks_per_node: int | None = None,
     memory_bytes: float = 1e9,
 ) -> HotChoice:
-    """Chooses the hot rows of a table by bytes, from how often its keys were looked up.
+    """Chooses the hot rows of a table by bytes, from how many of a rank's batches look its keys up.
 
     A hot row costs a rank as many bytes as one that every rank asks for in every step, each key sent once. So within
     a node what falls is the load of the heaviest owner; between nodes a row travels once a node instead of once a rank.
@@ -116,8 +115,7 @@ def choose_hot_rows(
     Args:
         table: The table.
         keys: (n) keys, each once, such as `heavy_hitters` finds.
-        lookups: (n) how often each was looked up.
-        lookups_per_rank: Lookups of the table by a rank in a step.
+        wanted: (n) share of a rank's batches that look each up, however often.
         world_size: Ranks that share the table.
         ranks_per_node: How many of them a node has; all by default.
         memory_bytes: What hot rows may take on a rank: their values, or gradients, twice.
@@ -126,24 +124,23 @@ def choose_hot_rows(
         The choice; without keys where no set of hot rows lowers the bytes of the busiest link.
 
     Raises:
-        ValueError: If keys and lookups differ in number, none was looked up, or the ranks fill no nodes.
+        ValueError: If keys and wanted differ in number, wanted are no shares, or the ranks fill no nodes.
     """
     per_node = world_size if ranks_per_node is None else ranks_per_node
-    if keys.shape != lookups.shape or keys.dim() != 1:
-        raise ValueError(f"keys have shape {tuple(keys.shape)}, lookups {tuple(lookups.shape)}; give one for each key")
-    if not keys.numel() or float(lookups.min()) < 0 or not float(lookups.sum()) > 0:
-        raise ValueError(f"lookups of {keys.numel()} keys have no positive sum; give the keys that were looked up")
+    if keys.shape != wanted.shape or keys.dim() != 1:
+        raise ValueError(f"keys have shape {tuple(keys.shape)}, wanted {tuple(wanted.shape)}; give one for each key")
+    share = wanted.cpu().double().numpy()
+    if not ((share >= 0) & (share <= 1)).all():
+        raise ValueError(f"wanted is {share.min():g} to {share.max():g}; give shares of batches, from 0 to 1")
     if not 1 <= per_node <= world_size or world_size % per_node:
         raise ValueError(f"ranks_per_node is {ranks_per_node}; give a divisor of world_size {world_size}")
-    wide, share = as_int64(keys).cpu(), lookups.cpu().double().numpy()
-    block = table.rows_per_rank(world_size)
+    wide, block = as_int64(keys).cpu(), table.rows_per_rank(world_size)
     owner = owners(wide, table.resolved_routing, world_size=world_size, block_size=block).numpy()
-    wanted = -np.expm1(lookups_per_rank * np.log1p(-np.minimum(share / share.sum(), 1 - 1e-12)))
-    order = np.lexsort((-wanted, owner))
+    order = np.lexsort((-share, owner))
     row_bytes = table.embedding_dim * table.dtype.itemsize
     every = _Keys(
         owner=owner[order],
-        wanted=wanted[order],
+        wanted=share[order],
         row_bytes=row_bytes,
         world_size=world_size,
         ranks_per_link=1 if per_node == world_size else per_node,

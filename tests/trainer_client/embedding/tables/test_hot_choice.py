@@ -17,6 +17,11 @@ def table_of(routing: str) -> RoutedTable:
     return RoutedTable(name="t", embedding_dim=32, features=("f",), num_embeddings=ROWS, routing=routing)
 
 
+def wanted_by(share: torch.Tensor, lookups: float) -> torch.Tensor:
+    """Chance that one of so many independent lookups is of each key."""
+    return 1 - (1 - share / share.sum()) ** lookups
+
+
 def asked(table: RoutedTable, share: torch.Tensor, choice: HotChoice, *, hot: bool) -> tuple[float, float]:
     """Of drawn batches, each key of a rank sent once: bytes that a rank sends, and the heaviest owner over the mean."""
     generator = torch.Generator().manual_seed(1)
@@ -39,7 +44,7 @@ def test_what_is_expected_of_a_choice_comes_about(
 ) -> None:
     table, share = table_of(routing), torch.arange(1, ROWS + 1).double() ** -exponent
     choice = choose_hot_rows(
-        table, torch.arange(ROWS), share, lookups_per_rank=LOOKUPS, world_size=RANKS, ranks_per_node=per_node,
+        table, torch.arange(ROWS), wanted_by(share, LOOKUPS), world_size=RANKS, ranks_per_node=per_node,
         memory_bytes=memory,
     )  # fmt: skip
     assert choice.memory_bytes == len(choice.keys) * 2 * ROW_BYTES <= memory
@@ -57,7 +62,7 @@ def test_owners_of_a_few_popular_rows_become_as_loaded_as_the_others() -> None:
     hot = torch.arange(0, ROWS * 100 // RANKS, 200)
     share[hot] += (2.8 - 1) / (RANKS - 1) / (1 - 1.8 / 7) * len(share) / len(hot)
     table = RoutedTable(name="t", embedding_dim=512, features=("f",), num_embeddings=len(share), routing="continuous")
-    choice = choose_hot_rows(table, torch.arange(len(share)), share, lookups_per_rank=2_000, world_size=RANKS)
+    choice = choose_hot_rows(table, torch.arange(len(share)), wanted_by(share, 2_000), world_size=RANKS)
     assert choice.without.heaviest_owner > 1.5
     assert choice.expected.heaviest_owner < 1.05
     assert choice.expected.busiest_link_bytes < 0.75 * choice.without.busiest_link_bytes
@@ -65,8 +70,8 @@ def test_owners_of_a_few_popular_rows_become_as_loaded_as_the_others() -> None:
 
 
 def test_between_nodes_a_row_that_all_want_travels_once_a_node() -> None:
-    keys, lookups = torch.arange(64), torch.full((64,), 10)  # one for each owner, wanted by every rank in every step
-    choice = choose_hot_rows(TABLE, keys, lookups, lookups_per_rank=1e6, world_size=64, ranks_per_node=8)
+    keys = torch.arange(64)  # one for each owner
+    choice = choose_hot_rows(TABLE, keys, torch.ones(64), world_size=64, ranks_per_node=8)
     assert sorted(choice.keys.tolist()) == keys.tolist()
     assert choice.without.busiest_link_bytes == pytest.approx(8 * 56 * (2 * ROW_BYTES + 8))
     assert choice.expected.busiest_link_bytes == pytest.approx(63 * 2 * ROW_BYTES)
@@ -74,27 +79,26 @@ def test_between_nodes_a_row_that_all_want_travels_once_a_node() -> None:
 
 
 def test_no_row_is_hot_where_none_is_wanted_by_many() -> None:
-    share = torch.ones(ROWS)
-    choice = choose_hot_rows(TABLE, torch.arange(ROWS), share, lookups_per_rank=100, world_size=RANKS)
+    choice = choose_hot_rows(TABLE, torch.arange(ROWS), torch.full((ROWS,), 0.05), world_size=RANKS)
     assert not choice.keys.numel()
     assert choice.expected == choice.without
 
 
 @pytest.mark.parametrize(
-    ("keys", "lookups", "per_node", "error"),
+    ("keys", "wanted", "per_node", "error"),
     [
-        ([1, 2], [1], None, r"keys have shape \(2,\), lookups \(1,\); give one for each key"),
-        ([], [], None, "lookups of 0 keys have no positive sum"),
-        ([1], [-1], None, "lookups of 1 keys have no positive sum"),
-        ([1], [1], 3, "ranks_per_node is 3; give a divisor of world_size 8"),
+        ([1, 2], [1.0], None, r"keys have shape \(2,\), wanted \(1,\); give one for each key"),
+        ([1, 2], [0.5, 7.0], None, "wanted is 0.5 to 7; give shares of batches, from 0 to 1"),
+        ([1], [float("nan")], None, "wanted is nan to nan; give shares"),
+        ([1], [1.0], 3, "ranks_per_node is 3; give a divisor of world_size 8"),
     ],
 )
 def test_what_cannot_be_chosen_from_is_named(
-    keys: list[int], lookups: list[int], per_node: int | None, error: str
+    keys: list[int], wanted: list[float], per_node: int | None, error: str
 ) -> None:
-    counts = torch.tensor(lookups, dtype=torch.float64)
     with pytest.raises(ValueError, match=error):
-        choose_hot_rows(
-            TABLE, torch.tensor(keys, dtype=torch.int64), counts, lookups_per_rank=1, world_size=8,
-            ranks_per_node=per_node,
-        )  # fmt: skip
+        choose_hot_rows(TABLE, torch.tensor(keys), torch.tensor(wanted), world_size=8, ranks_per_node=per_node)
+
+
+def test_of_no_keys_none_is_hot() -> None:
+    assert not choose_hot_rows(TABLE, torch.arange(0), torch.ones(0), world_size=8).keys.numel()
