@@ -91,6 +91,14 @@ def from_file(path: Path, ranks: int) -> Stream:
     return of_lookups(path.name, iter(keys[: count * ranks * each].reshape(count, -1)), ranks)
 
 
+def stream_of(source: str | Path, ranks: int) -> Stream:
+    if isinstance(source, Path):
+        return from_file(source, ranks)
+    if source in MADE:
+        return made(source, ranks)
+    return of_lookups(source, TRACES[source](np.random.default_rng(ranks), STEPS, ranks * LOOKUPS), ranks)
+
+
 def measure(stream: Stream, ranks: int, per_node: int) -> dict[str, Any]:
     """Megabytes that a rank sends in All2Alls, and the heaviest owner over the mean, of each way."""
     table, half = stream.table, len(stream.steps) // 2
@@ -127,15 +135,8 @@ def main(
     keys: Annotated[list[Path] | None, typer.Option(help="Key traces, as `benchmarks.key_files` reads them.")] = None,
 ) -> None:
     """Replays every stream and prints the table."""
-    rows = []
-    for ranks, per_node in WORLDS:
-        draw = np.random.default_rng(ranks)
-        streams = [
-            *(lambda name=name: made(name, ranks) for name in MADE),
-            *(lambda name=name: of_lookups(name, TRACES[name](draw, STEPS, ranks * LOOKUPS), ranks) for name in TRACES),
-            *(lambda path=path: from_file(path, ranks) for path in keys or ()),
-        ]
-        rows += [measure(stream(), ranks, per_node) for stream in track(streams, f"{ranks} ranks")]
+    cells = [(world, source) for world in WORLDS for source in (*MADE, *TRACES, *(keys or ()))]
+    rows = [measure(stream_of(source, world[0]), *world) for world, source in track(cells, "streams")]
     shown = Table("stream", "ranks", "hot rows", "MB", "All2All", "once", "hot", "owner", "once", "hot", "link", "hot")
     for row in rows:
         sent, owner, link = row["all_to_all_mb"], row["heaviest_owner"], row["busiest_link_mb"]
