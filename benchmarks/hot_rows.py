@@ -33,8 +33,9 @@ from trainer_client.embedding.tables import RoutedTable, choose_hot_rows
 
 Array = npt.NDArray[Any]
 
-WORLDS = ((8, 8), (64, 8))  # ranks, and of them in a node
-STEPS, LOOKUPS = 20, 16_384
+WORLDS = {8: 8, 64: 8}  # by number of ranks, those of a node
+STEPS = {8: 20, 64: 6}  # of which half are observed on all ranks
+LOOKUPS = 16_384  # of a rank in a step of a trace
 SAMPLES, USERS, EVENTS, KNOWN = 1_024, 21, 2_664, 900  # of a rank; users, and the events and items of each
 POPULARITY, ITEMS = 0.8, 9_390_624
 MADE = {"item_id": (ITEMS, 1.0), "album_id": (3_367_692, 2.8), "artist_id": (1_293_395, 1.3)}  # rows, skew
@@ -65,7 +66,7 @@ def made(name: str, ranks: int) -> Stream:
     """A table of histories. A share of the items is on a few rows of the first eighth, the others are anywhere."""
     rows, skew = MADE[name]
     draw, steps = np.random.default_rng(ranks), []
-    for _ in range(STEPS):
+    for _ in range(STEPS[ranks]):
         known = np.searchsorted(_items(), draw.random((ranks, USERS, KNOWN)))
         at = (draw.random((ranks, USERS, EVENTS)) ** 3 * KNOWN).astype(np.int64)
         item = torch.from_numpy(np.take_along_axis(known, at, 2).reshape(ranks, -1))
@@ -96,7 +97,7 @@ def stream_of(source: str | Path, ranks: int) -> Stream:
         return from_file(source, ranks)
     if source in MADE:
         return made(source, ranks)
-    return of_lookups(source, TRACES[source](np.random.default_rng(ranks), STEPS, ranks * LOOKUPS), ranks)
+    return of_lookups(source, TRACES[source](np.random.default_rng(ranks), STEPS[ranks], ranks * LOOKUPS), ranks)
 
 
 def measure(stream: Stream, ranks: int, per_node: int) -> dict[str, Any]:
@@ -135,8 +136,8 @@ def main(
     keys: Annotated[list[Path] | None, typer.Option(help="Key traces, as `benchmarks.key_files` reads them.")] = None,
 ) -> None:
     """Replays every stream and prints the table."""
-    cells = [(world, source) for world in WORLDS for source in (*MADE, *TRACES, *(keys or ()))]
-    rows = [measure(stream_of(source, world[0]), *world) for world, source in track(cells, "streams")]
+    cells = [(ranks, source) for ranks in WORLDS for source in (*MADE, *TRACES, *(keys or ()))]
+    rows = [measure(stream_of(source, ranks), ranks, WORLDS[ranks]) for ranks, source in track(cells, "streams")]
     shown = Table("stream", "ranks", "hot rows", "MB", "All2All", "once", "hot", "owner", "once", "hot", "link", "hot")
     for row in rows:
         sent, owner, link = row["all_to_all_mb"], row["heaviest_owner"], row["busiest_link_mb"]
