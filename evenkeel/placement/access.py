@@ -260,6 +260,12 @@ def fullest_rank(access: Access, rows: int, lookups: float, ranks: int) -> float
     return float(ranks * np.mean(fullest) + max(0.0, 1.0 - float(single.sum())))
 
 
+def wanted_keys(access: Access, rows: int, lookups: float, own: float) -> tuple[FloatArray, FloatArray]:
+    """Keys in bins, most popular first, and the chance that one of a rank's `own` lookups is for one of a bin."""
+    keys = _popularity(access, rows, lookups)
+    return keys.keys, _touched(keys, own)
+
+
 _HEAD, _DRAWS = 512, 16
 
 

@@ -116,6 +116,9 @@ def _run_on_a_mesh(rank: int, address: str) -> list[int]:
 def _run_on_tables(_: int, folder: str) -> tuple[int, bool]:
     from torchrec import KeyedJaggedTensor
 
+    from trainer_client.embedding.tables import RoutedTable
+    from trainer_client.planning import KeyStatistics
+
     device = torch.device("cpu")
 
     def keys(*features: str) -> KeyedJaggedTensor:
@@ -131,9 +134,12 @@ def _run_on_tables(_: int, folder: str) -> tuple[int, bool]:
         def forward(self, batch: Any) -> Any:
             return self.score(self.collection(batch)["item"])
 
+    seen = KeyStatistics({"items": ["item"]})
+    seen.observe(keys("item"))
     names: dict[str, Any] = {
         "kjt": keys("a", "b"), "block_sizes": torch.tensor([100, 100]), "world_size": 2, "device": device,
-        "torch": torch,
+        "torch": torch, "table": RoutedTable(name="items", embedding_dim=64, features=("item",), num_embeddings=1000),
+        "statistics": seen,
         "DistributedDataParallel": lambda module, device_ids: nn.parallel.DistributedDataParallel(module),
         "Ranker": Ranker, "batch": keys("item"), "loader": SimpleNamespace(loss_scale=0.25),
     }  # fmt: skip
@@ -167,7 +173,7 @@ def _run_exporter(rank: int, folder: str) -> list[str]:
 
 
 def test_the_tables_are_trained_and_saved(tmp_path: Path) -> None:
-    assert run_ranks(1, _run_on_tables, str(tmp_path)) == [(5, True)]
+    assert run_ranks(1, _run_on_tables, str(tmp_path)) == [(6, True)]
 
 
 def test_the_exporter_tells_its_address(tmp_path: Path) -> None:

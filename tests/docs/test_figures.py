@@ -62,6 +62,25 @@ def _gap(samples: int, balancer: str, choose: Callable[[list[float]], float] = m
     )
 
 
+def _saved(ranks: int, what: str, made: bool, choose: Callable[[list[float]], float] = max) -> Callable[[Any], float]:
+    return lambda d: (
+        100
+        * choose(
+            [
+                1 - row[what]["once_hot"] / row[what]["once"]
+                for row in d["rows"]
+                if row["ranks"] == ranks and row["stream"].endswith("_id") == made
+            ]
+        )
+    )
+
+
+def _owner(stream: str, ranks: int, way: str) -> Callable[[Any], float]:
+    return lambda d: next(
+        row["heaviest_owner"][way] for row in d["rows"] if (row["stream"], row["ranks"]) == (stream, ranks)
+    )
+
+
 ALIKE = "all cached alike"
 FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
     "end_to_end_2xh200": {
@@ -118,6 +137,17 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
     "kills": {
         "1,046": lambda d: sum(d["kills"].values()), "375": lambda d: d["runs_with_another_number_of_ranks"],
         "173": lambda d: d["jobs_compared_bit_by_bit"], "0 samples lost": lambda d: d["lost"] + d["doubled"],
+    },
+    "hot_rows": {
+        "0.7": _saved(8, "all_to_all_mb", True, min), "3.2": _saved(8, "all_to_all_mb", True),
+        "2.9": _saved(8, "all_to_all_mb", False), "12.9": _saved(8, "busiest_link_mb", True),
+        "1.2": _saved(8, "busiest_link_mb", False), "10.7": _saved(64, "all_to_all_mb", True, min),
+        "13.6": _saved(64, "all_to_all_mb", True), "0.8": _saved(64, "all_to_all_mb", False, min),
+        "57.1": _saved(64, "all_to_all_mb", False), "6.4": _saved(64, "busiest_link_mb", True, min),
+        "21.5": _saved(64, "busiest_link_mb", True), "12.7": _saved(64, "busiest_link_mb", False, min),
+        "38.6": _saved(64, "busiest_link_mb", False), "1.18": _owner("album_id", 8, "once"),
+        "1.01": _owner("album_id", 8, "once_hot"), "1.21": _owner("album_id", 64, "once"),
+        "1.02": _owner("album_id", 64, "once_hot"), "1.11": _owner("sessions", 64, "once_hot"),
     },
     "programs": {"655": lambda d: d["right"]},
     "placement_gpu_h100": {

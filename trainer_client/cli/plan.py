@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from evenkeel.key_statistics import MeasuredCurve
+    from evenkeel.placement.hot_rows import HotRows
     from evenkeel.placement.plan_file import PlanFile
 
 INFEASIBLE_EXIT = 3
+_MOST_GIB = 1024
 _TABLES_HELP = "YAML or JSON: a list of tables, a whole request, or a plan file."
 _HBM_HELP = "HBM of one rank for tables, in GiB, whatever the file reserves; --reserve is taken off it."
 _RESERVE_HELP = (
@@ -28,6 +30,9 @@ _STATISTICS_HELP = "Key statistics that KeyStatistics.save wrote; once for the f
 _CLOCK_HELP = (
     "Seconds for which the plan and its contenders are each trained on this machine's GPUs, as many as the topology "
     "has ranks; the quickest is taken."
+)
+_HOT_HELP = (
+    "HBM of one rank, in GiB at most, for hot rows: those that all ranks of a RoutedEmbeddingCollection hold in a step."
 )
 _DENSE_HELP = "Milliseconds that a step's dense part takes on the GPU."
 _PLANNER_HELP = "URL of a planner to ask instead of planning here; embedded plans here."
@@ -47,6 +52,7 @@ def plan(
     statistics: Annotated[list[Path] | None, typer.Option(help=_STATISTICS_HELP)] = None,
     clock: Annotated[float | None, typer.Option(help=_CLOCK_HELP)] = None,
     dense_ms: Annotated[float | None, typer.Option(min=0, help=_DENSE_HELP)] = None,
+    hot_rows_gib: Annotated[float | None, typer.Option(help=_HOT_HELP)] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try --clock without GPUs.")] = "cuda",
     planner: Annotated[
         str | None, typer.Option("--planner", "--url", envvar="EVENKEEL_PLANNER", help=_PLANNER_HELP)
@@ -68,6 +74,8 @@ def plan(
     """
     from evenkeel.credentials import read_credentials
     from evenkeel.placement import Status
+    from evenkeel.placement.hot_rows import with_hot_rows
+    from evenkeel.placement.invalid_input import require
     from evenkeel.placement.plan_file import PlanFile
     from evenkeel.planner_client import PlannerClient
     from trainer_client.cli import placing
@@ -92,6 +100,11 @@ def plan(
         curves: Mapping[str, MeasuredCurve] = {}
         if statistics:
             request, curves = placing.with_statistics_of(statistics, request)
+        hot: tuple[HotRows, ...] = ()
+        if hot_rows_gib is not None:
+            right = 0 <= hot_rows_gib <= _MOST_GIB
+            require(right, "--hot-rows-gib", hot_rows_gib, "is no part of a rank's HBM", f"give 0 to {_MOST_GIB}")
+            request, hot = with_hot_rows(request, int(hot_rows_gib * 2**30))
         client = PlannerClient.of(planner, credentials=read_credentials(tls_ca, token_file), cache=cache)
         with waiting("planning", quiet=quiet):
             content = PlanFile(request=request, plan=client.plan(request))
@@ -106,6 +119,11 @@ def plan(
         _show_code(content)
     else:
         _show(content, curves)
+        for each in hot:
+            typer.echo(
+                f"{each.table}: {each.rows:,} hot rows in {each.hbm_bytes / 2**20:.1f} MiB of HBM; a rank sends "
+                f"{each.all_to_all_bytes / 1e6:.1f} MB by All2All, {each.without_bytes / 1e6:.1f} MB without"
+            )
         for flag, trouble in troubles.items():
             if not trouble:
                 typer.echo(f"{flag[2:].replace('output', 'plan').replace('-', ' ')} written to {outputs[flag]}")

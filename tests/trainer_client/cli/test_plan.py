@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,16 @@ def test_the_whole_sharding_plan_is_a_module(plan: Plan, tmp_path: Path) -> None
     assert done.stdout.splitlines()[-1] == "[0]"
 
 
+def test_hot_rows_are_counted_and_their_memory_is_kept(plan: Plan) -> None:
+    shown = plan("--topology", "h200x16/8", "--hot-rows-gib", "0.001")
+    assert shown.exit_code == 0, shown.output
+    assert re.search(
+        r"user: [\d,]+ hot rows in \S+ MiB of HBM; a rank sends \S+ MB by All2All, \S+ MB without", shown.stdout
+    )
+    written = loads(plan("--topology", "h200x16/8", "--hot-rows-gib", "0.001", "--json").stdout)
+    assert 0 < written.request.topology.hbm_reserved_bytes <= 0.001 * 2**30
+
+
 # What is refused: the file, the flags, and what the message says.
 REFUSED: list[tuple[bytes, tuple[str, ...], str]] = [
     (b"", (), "is empty"),
@@ -121,6 +132,8 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--host-gib", "1e9"), "--host-gib: is out of range"),
     *((("--reserve", text), "--reserve: is out of range") for text in ("101%", "%", "NaN%")),
     *((("--reserve", text), "--reserve: is no size") for text in ("nan", "-1", "much", "1e30", "")),
+    (("--hot-rows-gib", "nan"), "--hot-rows-gib: is no part of a rank's HBM (got nan); give 0 to 1024"),
+    (("--hot-rows-gib", "1", "--runtime", "torchrec"), "runtime: has no hot rows (got 'torchrec')"),
     (("--reserve", "40"), "write 40% or 40GiB"),
     (("--profile", "{}/empty"), "write a hardware profile"),
     (("--output", "{}/tables.yaml"), "is the file that is read"),
