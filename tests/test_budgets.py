@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13303, 9500),
+    "evenkeel": (13391, 9500),
     "services": (4531, 4500),
     "services/balancer": (1750, 2000),
-    "trainer_client": (21616, 15000),
+    "trainer_client": (21731, 15000),
     "trainer_client/balancing": (11163, 8000),
-    "tests": (30341, 20000),
+    "tests": (30501, 20000),
     "benchmarks": (7958, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}

@@ -16,12 +16,14 @@ from trainer_client.planning.applying import (
 from trainer_client.planning.describe import describe_configs, describe_model
 from trainer_client.planning.model import PlannedModel, plan_model
 from trainer_client.planning.statistics import KeyStatistics
+from trainer_client.planning.torchrec_planner import TorchRecPlanner
 
 __all__ = [
     "KeyStatistics",
     "PlannedModel",
     "PlannerClient",
     "PlannerError",
+    "TorchRecPlanner",
     "describe_configs",
     "describe_model",
     "dynamicemb_constraints",

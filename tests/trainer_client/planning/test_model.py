@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import InvalidInputError, MissCurve, Mode, Optimizer, Runtime, Topology, Zipf
-from trainer_client.planning import KeyStatistics, load_sharding_plan, machine, plan_model
+from trainer_client.planning import KeyStatistics, TorchRecPlanner, load_sharding_plan, machine, plan_model
 
 SAMPLES = 16
 
@@ -67,7 +68,12 @@ def _run(rank: int, folder: Path) -> None:
     told: list[Any] = [None, None]
     dist.all_gather_object(told, (planned.request, planned.plan))
     assert told[0] == told[1]
-    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=planned.sharding_plan)
+    planner = TorchRecPlanner(batches(seed=1000 * rank), optimizer=Optimizer.ADAM)
+    found = planner.collective_plan(model, get_default_sharders(), dist.group.WORLD)
+    assert found == planned.sharding_plan
+    assert planner.planned is not None
+    assert planner.planned.plan == planned.plan
+    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=found)
     parallel(keys_of(rank)).backward()
     planned.save(folder / f"plan-{rank}.json")
     assert load_sharding_plan(folder / f"plan-{rank}.json", Model(), device="cpu") == planned.sharding_plan
@@ -145,6 +151,8 @@ def test_what_cannot_be_planned_is_named() -> None:
         plan_model(nn.Linear(2, 2), topology="h200x2")
     with pytest.raises(InvalidInputError, match="has no batch"):
         plan_model(Model(), [], topology="h200x2")
+    with pytest.raises(InvalidInputError, match=r"runtime: has no sharding plan \(got 'dynamicemb'\)"):
+        TorchRecPlanner(runtime=Runtime.DYNAMICEMB, topology="h200x2").plan(Model())
 
     class Unknown(torch.optim.SGD):
         pass
