@@ -70,7 +70,7 @@ ROOMS = {
     "users": Room(
         files=("evenkeel/partitioning/users.py",),
         lines={"evenkeel/partitioning/stages.py": ("gather_users",)},
-        words=r"partitioning\.users|users_on_ranks",
+        words=r"rows_of\(users|users_on_ranks",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
     "speeds": Room(
