@@ -58,7 +58,11 @@ ROOMS = {  # words of a capability, where it lives, in how many files outside it
     "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 10),
     "sampling": (r"BatchSampler|BudgetSampler|CountedSampler", (f"{_BALANCING}/sampling/",), 4),
     "adapters": (r"torcheasyrec|recsys_examples|lightning", (f"{_BALANCING}/adapters/",), 0),
-    "hot rows": (r"HotRows|hot_choice|hold_hot", ("trainer_client/embedding/tables/hot",), 2),
+    "hot rows": (
+        r"HotRows|hot_choice|hold_hot",
+        ("trainer_client/embedding/tables/hot", "evenkeel/placement/hot_rows.py"),
+        3,
+    ),
     "resume": (r"[Rr]esum", (f"{_BALANCING}/resume.py", f"{_BALANCING}/windows.py"), 8),
     "learned costs": (r"LearnedCost|learned_cost", (f"{_BALANCING}/costs/",), 6),
 }
