@@ -25,8 +25,8 @@ from rich.table import Table
 
 from benchmarks.harness.results import write
 from benchmarks.key_files import numbered, read_keys
+from benchmarks.references.key_traces import TRACES, zipf_law
 from evenkeel.key_statistics import KeySampler, heavy_hitters
-from tests.evenkeel.key_statistics.key_traces import TRACES, zipf_law
 from trainer_client.embedding.routing import owners
 from trainer_client.embedding.routing.ownership import fmix64_of
 from trainer_client.embedding.tables import RoutedTable, choose_hot_rows

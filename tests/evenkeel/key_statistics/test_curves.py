@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.references.key_traces import TRACES, simulated
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge, miss_curve
 from evenkeel.key_statistics.curves import in_sets, miss_rates
 from evenkeel.placement import Eviction, InvalidInputError
-from tests.evenkeel.key_statistics.key_traces import TRACES, simulated
 
 STEPS, LOOKUPS = 80, 2_000
 
