@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -33,6 +34,10 @@ class Watch:
     def left(self) -> float:
         """Seconds; none or less once the time is up."""
         return self._end - self._clock()
+
+    def wall_left(self) -> float:
+        """The same for a library that looks at the wall clock: without end where the time is told by another one."""
+        return self.left() if self._clock is time.monotonic else math.inf
 
     def part(self, share: float) -> Watch:
         """A watch over a part of the time that is left."""

@@ -316,8 +316,9 @@ class _Board:
         numbers = np.repeat(whole, [len(self.places[number]) for number in whole.tolist()])
         where = np.concatenate([_NOWHERE, *(self.places[number] for number in whole.tolist())])
         mine = np.unique(numbers[where == slow])
-        others = ~np.isin(numbers, mine)
-        numbers, where = numbers[others], where[others]
+        is_mine = np.zeros(len(self.rows), dtype=bool)
+        is_mine[mine] = True
+        numbers, where = numbers[~is_mine[numbers]], where[~is_mine[numbers]]
         if not len(mine) or not len(numbers):
             return False
         mine = mine[np.argsort(-self.shards[mine, 0], kind="stable")[:_SWAPPED]]

@@ -85,7 +85,7 @@ def solve_core(problem: Problem, kept: list[BoolArray], *, gap: float, start: Ch
     if watch.is_over():
         return Core(None, -np.inf, False)
     program = _Program(problem, kept)
-    solver = Highs(mip_rel_gap=gap, mip_abs_gap=1e-12, time_limit=max(0.01, watch.left()))
+    solver = Highs(mip_rel_gap=gap, mip_abs_gap=1e-12, time_limit=max(0.01, watch.wall_left()))
     solver.passModel(program.model())
     if start is not None and (values := program.values(start)) is not None:
         point = highspy.HighsSolution()
