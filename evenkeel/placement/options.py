@@ -144,6 +144,8 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: 
         gradients = table.weight_bytes
         shared += (4 * table.weight_bytes + 2 * state) / profile.hbm_gather[-1][1]
     mean, dim = layout.mean(topology), layout.shard(table, topology).dim
+    # A cache may be smaller than the rows of a step where FBGEMM reads those without a place where they are.
+    spills = request.runtime is Runtime.TORCHREC and request.step.prefetch_depth == 1
     found: list[Option] = []
     for mode in allowed_modes(request, table, layout):
         ratios = _ratios_of(mode, table, grid)
@@ -155,16 +157,11 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: 
         if topology.hbm_bytes == 0:
             hbm, host = hbm * 0, host + hbm
         slots = rows * table.value_bytes if mode is Mode.CACHING else np.zeros(len(rows))
-        needs = load.unique * load.prefetch_depth if mode is Mode.CACHING and not _spills(request) else 0.0
+        needs = load.unique * load.prefetch_depth if mode is Mode.CACHING and not spills else 0.0
         columns = (ratios, seconds, hbm * mean, host * mean * topology.local_ranks, slots * mean)
         for ratio, *figures in np.stack(columns, axis=1)[rows >= needs].tolist():
             found.append(Option(layout, mode, ratio, dim, *figures))
     return found
-
-
-def _spills(request: PlanRequest) -> bool:
-    """Whether a cache may be smaller than the rows of a step: FBGEMM reads those without a place where they are."""
-    return request.runtime is Runtime.TORCHREC and request.step.prefetch_depth == 1
 
 
 def _ratios_of(mode: Mode, table: Table, grid: FloatArray) -> FloatArray:

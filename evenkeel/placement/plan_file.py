@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from evenkeel.placement.fields import Checked, Length, Range, decode, encode
-from evenkeel.placement.hardware import Gather, HardwareProfile
+from evenkeel.placement.hardware import HardwareProfile
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Mode, Runtime
 from evenkeel.placement.plan import Plan
@@ -106,15 +106,11 @@ def corrected_profile(profile: HardwareProfile, runtime: Runtime, measured: Sequ
     hbm, host, cached = (factors.get(mode.value, 1.0) for mode in (Mode.HBM_ONLY, Mode.HOST_ONLY, Mode.CACHING))
     costs = replace(
         costs,
-        hbm_gather=_slower(costs.hbm_gather or profile.hbm_gather, hbm),
+        hbm_gather=tuple((width, rate / hbm) for width, rate in costs.hbm_gather or profile.hbm_gather),
         host_factor=costs.host_factor * host,
         miss_factor=costs.miss_factor * cached,
     )
     return replace(profile, runtimes={**profile.runtimes, runtime.value: costs})
-
-
-def _slower(gather: Gather, factor: float) -> Gather:
-    return tuple((width, rate / factor) for width, rate in gather)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
