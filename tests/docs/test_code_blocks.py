@@ -68,7 +68,8 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
     Path("ml-20m/ratings.csv").write_text(RATINGS)
     Path("balance.yaml").write_text(_blocks("docs/train/loop.md", "yaml")[0])
     model = Model()
-    data = [{"history": JaggedTensor(values=torch.ones(6), lengths=torch.tensor([1, 2, 3]))} for _ in range(12)]
+    history = JaggedTensor(values=torch.ones(6), lengths=torch.tensor([1, 2, 3]))
+    data = [{"history": history, "user": torch.tensor([1, 1, 2])} for _ in range(12)]
     run = []
     for text in TEXTS:
         names: dict[str, Any] = {
