@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1750, 2000),
     "trainer_client": (21731, 15000),
     "trainer_client/balancing": (11163, 8000),
-    "tests": (30405, 20000),
+    "tests": (30461, 20000),
     "benchmarks": (8208, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}

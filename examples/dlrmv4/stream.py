@@ -50,7 +50,7 @@ SALT = {
 }  # (C) of their hashes: popular items of their own move the figure by a few percent
 OWNERS = 8  # (A) the notes name no number of ranks; as the hot rows are spread over an eighth, 16 and 32 show the same
 HOT_ROWS = 256  # (A) "a few hot ids"
-SPREAD = 3.7  # (C) of a user's share of skips, a beta law: the mean sample has 2,663 events
+SPREAD = 3.7  # (C) of a user's share of skips, a beta law: the mean sample has 2,663 events (and 5 % likes)
 POPULARITY = 0.8  # (A) exponent of the catalogue: its most popular item has 0.8 %, so `item_id` is even, as published
 REPEATS, FAVOUR = 0.2, 3.0  # (C) different items an event, and how much a user prefers some: 0.6 to 2.4 % different ids
 DAYS, REST = 300, 3  # (P) days; (A) each user listens on one day of three
