@@ -1,6 +1,12 @@
-"""The kit of DLRMv4: its stream has the published figures, and its hot rows the published skew."""
+"""The kit of DLRMv4: its stream has the published figures, its planner comparison runs, and real ranks train."""
 
 from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,3 +36,21 @@ def test_an_owner_of_rows_has_more_than_its_share(table: str, owners: int) -> No
     owner = rows_of(torch.cat([batch.history, batch.candidates]), table, rows) // -(-rows // owners)
     asked = torch.bincount(owner, minlength=owners).double()
     assert float(asked.max() / asked.mean()) == pytest.approx(SKEW[table], rel=0.08)
+
+
+def _train(ranks: int, steps: int, folder: Path, tables: str) -> Any:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    options = ["--steps", str(steps), "--folder", str(folder), "--tables", tables, "--json"]
+    command = [*launch, "-m", "examples.dlrmv4.train", *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("tables", "steps", "most"), [("planned", 30, 0.65), ("routed", 8, 0.72)])
+def test_ranks_train_and_others_go_on(tables: str, steps: int, most: float, tmp_path: Path) -> None:
+    first, more = _train(3, 4, tmp_path, tables), _train(2, steps, tmp_path, tables)
+    assert (first["from"], first["to"], more["from"], more["to"]) == (0, 4, 4, steps)
+    assert np.mean(more["losses"][-8:]) < most < 1.1 * np.mean(first["losses"])
+    assert max(first["loads"] + more["loads"]) < 1.1
