@@ -422,8 +422,9 @@ class _Loop:
                 self._read()
             except Exception as error:
                 opened = self.current.opened
-                if opened is None:
+                if opened is None or self.current.left:
                     raise
+                logger.error("%s: %r; all ranks end after what was submitted before", self._loader.name, error)
                 self.failure = error
                 stream.attend(error)
                 self._submitted.append(_Window(self.current.announce_end(opened), self._here, self._here))
@@ -438,8 +439,9 @@ class _Loop:
         self._collected.append(batch)
         if len(self._collected) < stream.options.window:
             return
+        end = source.position
         ticket = self._submit([one for one in self._collected if one is not _NO_MORE])
-        begin, self._here, self._collected = self._here, source.position, []
+        begin, self._here, self._collected = self._here, end, []
         self._submitted.append(_Window(ticket, begin, self._here))
 
     def _submit(self, batches: list[Any]) -> Ticket:

@@ -165,6 +165,7 @@ class PipelineSteps:
         self._is_staged = hasattr(pipeline, "num_stages")  # gives None while it fills up again, and at its end
         self._is_used = self._has_ended = False
         self._fetched = self._trained = 0
+        self._failure: Exception | None = None  # why there are no more batches
 
     def ahead(self) -> int:
         """Batches of the latest iteration that the pipeline holds."""
@@ -175,6 +176,7 @@ class PipelineSteps:
             self._pipeline.reset()
         self._is_used, self._has_ended = True, False
         self._fetched = self._trained = 0
+        self._failure = None
         batches = self._fetch()
         try:
             while True:
@@ -186,20 +188,25 @@ class PipelineSteps:
                             f"{type(self._pipeline).__name__} has ended without asking for a batch: it takes no second "
                             "iterator; make a pipeline for each loop, or give it reset()"
                         ) from None
-                    return
+                    break
                 if self._is_staged and output is None:
                     if self._has_ended and not self.ahead():
-                        return
+                        break
                     continue
                 self._trained += 1
                 yield output
+            if self._failure is not None:
+                raise self._failure
         finally:
             batches.close()
 
     def _fetch(self) -> Generator[Any, None, None]:
-        for batch in balanced_batches(self._loader):
-            self._fetched += 1
-            yield batch
+        try:
+            for batch in balanced_batches(self._loader):
+                self._fetched += 1
+                yield batch
+        except Exception as error:  # raised once what the pipeline holds is trained, as it is on the other ranks
+            self._failure = error
         self._has_ended = True
 
 

@@ -494,9 +494,9 @@ class BatchStream:
         quiet = (self._logged_end or opened.rank != first) and not decision.problem
         logger.log(
             logging.INFO if quiet else logging.WARNING,
-            "%s: rank %d has left its loop after %d batches%s, which ends the loops of all ranks, this one after %d; "
-            "batches loaded ahead are dropped", self._config.loader, decision.ranks[0], decision.taken,
-            f" ({decision.problem})" if decision.problem else "", current.taken,
+            "%s: rank %d has left its loop%s, which ends the loops of all ranks, this one after %d; batches loaded "
+            "ahead are dropped", self._config.loader, decision.ranks[0],
+            f" ({decision.problem})" if decision.problem else f" after {decision.taken} batches", current.taken,
         )  # fmt: skip
         self._logged_end = True
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.jobs import failing
 from tests.trainer_client.balancing.pipelines.held_checks import STEPS, check, make_loader, pipelines
-from trainer_client import Balancer
-from trainer_client.balancing.pipelines import PipelineSteps
+from trainer_client import BalancedLoader, Balancer
+from trainer_client.balancing.pipelines import PipelineSteps, make_pipeline
 
 CPU = torch.device("cpu")
 
@@ -73,3 +75,36 @@ def test_a_pipeline_that_takes_no_second_iterator_is_refused() -> None:
     assert len(list(steps)) == STEPS
     with pytest.raises(RuntimeError, match=r"Once has ended without asking for a batch.*make a pipeline for each loop"):
         list(steps)
+
+
+class Meeting(torch.nn.Module):
+    """Ranks meet in each step, as in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        met = torch.ones(1)
+        dist.all_reduce(met)
+        return self.weight.sum(), met
+
+
+def fails_on_one(rank: int, name: str) -> tuple[list[float], str]:
+    model, met = Meeting(), []
+    batches: Any = [torch.arange(4) + 10 * step for step in range(8)]
+    with Balancer.embedded() as balancer:
+        data = failing(batches, 5) if rank else batches
+        loader = BalancedLoader(data, balancer, cost=torch.ones_like)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            for output in PipelineSteps(make_pipeline(name, model, optimizer, CPU), loader):
+                met.append(float(output))
+        except OSError as error:
+            return met, str(error)
+    return met, ""
+
+
+@pytest.mark.parametrize("name", ["base", "sparse_dist"])
+def test_pipelines_train_what_they_hold_before_an_error_of_the_data_is_raised(name: str) -> None:
+    assert run_ranks(2, fails_on_one, name) == [([2.0] * 5, ""), ([2.0] * 5, "the disk is gone")]
