@@ -15,9 +15,9 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (13390, 9500),
     "services": (4531, 4500),
     "services/balancer": (1750, 2000),
-    "trainer_client": (21740, 15000),
+    "trainer_client": (21766, 15000),
     "trainer_client/balancing": (11172, 8000),
-    "tests": (30496, 20000),
+    "tests": (30525, 20000),
     "benchmarks": (8208, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}

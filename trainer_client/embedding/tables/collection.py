@@ -23,7 +23,7 @@ from trainer_client.embedding.tables.exchange import (
     exchange_group,
     raise_together,
 )
-from trainer_client.embedding.tables.hot import HotRows
+from trainer_client.embedding.tables.hot import HotRows, read_hot_rows
 from trainer_client.embedding.tables.part import RankLocal, module_name, rows_of_other_ranks
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable
 
@@ -121,7 +121,7 @@ class RoutedEmbeddingCollection(RankLocal):
         """Chooses the rows whose values all ranks get in each step, so that their lookups stay at home.
 
         Results, gradients and checkpoints are those without, to rounding. All ranks call it together, at any time
-        between two steps.
+        between two steps, and again after `reset_parameters()` of a table of keys. They also load states together.
 
         Args:
             keys: By table, the keys of its hot rows, such as `choose_hot_rows` finds; those of rank 0 hold for all.
@@ -131,13 +131,7 @@ class RoutedEmbeddingCollection(RankLocal):
             ValueError: If there is no such table, a continuous one has no such row, or keys are no integers; on all
                 ranks.
         """
-        sent: list[Any] = [{}]
-        if self.rank == 0:
-            try:
-                for name, hot_keys in (keys or {}).items():
-                    sent[0][name] = as_int64(torch.as_tensor(hot_keys)).cpu()
-            except Exception as problem:
-                sent = [f"hot rows of table {name}: {problem}"]
+        sent = [read_hot_rows({} if keys is None else keys) if self.rank == 0 else {}]
         if self.world_size > 1:
             dist.broadcast_object_list(sent, group=exchange_group(self.group), group_src=0)
         if isinstance(sent[0], str):
@@ -331,7 +325,7 @@ class RoutedEmbeddingCollection(RankLocal):
             if problem is not None:
                 lists[-1].append(problem)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-        if self.hot is not None:
+        if self.hot is not None and any(key.startswith(prefix) for key in state_dict):
             self.hot.restart()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -84,19 +84,52 @@ class _Layout:
 
     def split(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[KeyBatch, Tensor, list[int]]:
         """The lookups of other rows; each key's place among their rows and then the slots; and keys of each feature."""
+        if part.lengths.numel() and int(part.lengths.min()) < 0:
+            raise ValueError(f"lengths have {int(part.lengths.min())}; give the number of keys of each row, 0 or more")
         counts = part.keys_per_feature()
         if sum(counts) != part.values.numel():
             raise ValueError(f"lengths add up to {sum(counts)}, but there are {part.values.numel()} keys")
         features = iter(counts)
         sizes = [sum(next(features) for _ in table.features) for table in tables]
         by_table = zip(tables, cut(part.values, sizes), strict=True)
-        slots = torch.cat([self.find(table.name, keys) for table, keys in by_table])
+        slots = torch.cat([self.find(table.name, keys) for table, keys in by_table if table.features])
         others = slots < 0
         before = functional.pad(others.cumsum(0), (1, 0))
         lengths = before[functional.pad(part.lengths.cumsum(0), (1, 0))].diff()
         values = part.values[others]
         order = torch.where(others, before[:-1], slots + values.numel())
         return replace(part, values=values, lengths=lengths, weights=None), order, counts
+
+
+def read_hot_rows(keys: Any) -> dict[str, Tensor] | str:
+    """Keys by table as int64, or what is wrong with them."""
+    if not isinstance(keys, Mapping):
+        return f"keys is {type(keys).__name__}; give a dict of the keys of each table's hot rows"
+    found = {}
+    for name, given in keys.items():
+        try:
+            hot = torch.as_tensor(given)
+            found[name] = as_int64(hot if hot.numel() else hot.to(torch.int64)).cpu()
+        except Exception as problem:
+            return f"hot rows of table {name}: {problem}"
+    return found
+
+
+def distinct_rows(table: RoutedTable, keys: Tensor) -> Tensor:
+    """(n) different int64 keys of a table, ascending.
+
+    Raises:
+        ValueError: If the table is continuous and has no such row.
+    """
+    hot: Tensor = torch.unique(as_int64(keys.cpu()))
+    if table.resolved_routing.dist_type == "continuous" and hot.numel():
+        worst = hot[-1] if hot[0] >= 0 else hot[0]
+        if not 0 <= worst < table.num_embeddings:
+            raise ValueError(
+                f"table {table.name}: hot row {int(worst)} is outside of 0 to {table.num_embeddings - 1}; continuous "
+                "routing takes row numbers only"
+            )
+    return hot
 
 
 class HotRows:
@@ -127,15 +160,7 @@ class HotRows:
             table = self._tables.get(name)
             if table is None:
                 raise ValueError(f"hot rows are named of table {name!r}; the tables are {', '.join(self._tables)}")
-            hot = torch.unique(as_int64(given.cpu()))
-            if table.resolved_routing.dist_type == "continuous" and hot.numel():
-                worst = hot[-1] if hot[0] >= 0 else hot[0]
-                if not 0 <= worst < table.num_embeddings:
-                    raise ValueError(
-                        f"table {name}: hot row {int(worst)} is outside of 0 to {table.num_embeddings - 1}; continuous "
-                        "routing takes row numbers only"
-                    )
-            self._keys[name] = hot
+            self._keys[name] = distinct_rows(table, given)
         self.restart()
 
     def restart(self) -> None:
@@ -172,7 +197,7 @@ class HotRows:
         return route(keys, table.resolved_routing, world_size=self._world_size, block_size=block)
 
     def _layout(self, tables: Sequence[RoutedTable], device: torch.device) -> _Layout:
-        names = tuple(dict.fromkeys(table.name for table in tables))
+        names = tuple(dict.fromkeys(table.name for table in tables if table.features))
         layout = self._layouts.get(names)
         if layout is None or layout.sent.device != device:
             layout = self._layouts[names] = self._lay_out(names, device)
@@ -181,7 +206,8 @@ class HotRows:
     def _lay_out(self, names: tuple[str, ...], device: torch.device) -> _Layout:
         keys = {name: self._keys[name][self._held[name]] for name in names}
         routed = [self._route(name, hot) for name, hot in keys.items()]
-        owner, sent = (torch.cat(each) for each in zip(*routed, strict=True))
+        none = torch.empty(0, dtype=torch.int64)
+        owner, sent = (torch.cat(each) for each in zip((none, none), *routed, strict=True))
         order = torch.argsort(owner, stable=True)
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order))
@@ -207,13 +233,15 @@ class HotRows:
         )
 
     def split(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[KeyBatch, Tensor, list[int]] | None:
-        """See `_Layout.split`; None where none of these tables has a hot row.
+        """See `_Layout.split`; None where none of these tables has a hot row, or the lookup says what is wrong.
 
         Raises:
-            ValueError: If the lengths do not add up to the keys.
+            ValueError: If the lengths do not add up to the keys, or one is negative.
         """
-        layout = self._layout(tables, part.values.device)
-        return layout.split(part, tables) if layout.size else None
+        layout, lengths = self._layout(tables, part.values.device), part.lengths
+        flat = part.values.dim() == 1 and lengths.dim() == 1 and not lengths.is_floating_point()
+        sound = flat and lengths.numel() == sum(part.batch_sizes)
+        return layout.split(part, tables) if layout.size and sound else None
 
     def with_hot(
         self, keys: Tensor, incoming: list[list[int]], columns: Sequence[RoutedTable]

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer_client.embedding.routing import owners
 from trainer_client.embedding.routing.ownership import as_int64
 from trainer_client.embedding.tables.config import RoutedTable
+from trainer_client.embedding.tables.hot import distinct_rows
 
 Array = npt.NDArray[Any]
 
@@ -124,7 +125,8 @@ def choose_hot_rows(
         The choice; without keys where no set of hot rows lowers the bytes of the busiest link.
 
     Raises:
-        ValueError: If keys and wanted differ in number, wanted are no shares, or the ranks fill no nodes.
+        ValueError: If keys and wanted differ in number, a key is there twice or outside of a continuous table, wanted
+            are no shares, or the ranks fill no nodes.
     """
     per_node = world_size if ranks_per_node is None else ranks_per_node
     if keys.shape != wanted.shape or keys.dim() != 1:
@@ -134,6 +136,8 @@ def choose_hot_rows(
         raise ValueError(f"wanted is {share.min():g} to {share.max():g}; give shares of batches, from 0 to 1")
     if not 1 <= per_node <= world_size or world_size % per_node:
         raise ValueError(f"ranks_per_node is {ranks_per_node}; give a divisor of world_size {world_size}")
+    if distinct_rows(table, keys).numel() < keys.numel():
+        raise ValueError("keys has some of them twice; give each once, with the share of batches that look it up")
     wide, block = as_int64(keys).cpu(), table.rows_per_rank(world_size)
     owner = owners(wide, table.resolved_routing, world_size=world_size, block_size=block).numpy()
     order = np.lexsort((-share, owner))

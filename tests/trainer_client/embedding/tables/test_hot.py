@@ -287,17 +287,21 @@ def fail_with_hot_rows(rank: int) -> list[str]:
         with pytest.raises(ValueError, match=r".*") as raised:
             collection.hold_hot_rows({name: torch.tensor(keys) for name, keys in wrong.items()})
         errors.append(str(raised.value))
-    with pytest.raises(ValueError, match=r".*") as unreadable:
-        collection.hold_hot_rows({"t": "all"} if rank == 0 else None)  # type: ignore[dict-item]
-    errors.append(str(unreadable.value))
+    unreadable: Any
+    for unreadable in ({"t": "all"}, torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match=r".*") as raised:
+            collection.hold_hot_rows(unreadable if rank == 0 else None)
+        errors.append(str(raised.value))
     collection = RoutedEmbeddingCollection([TABLE])
     collection.hold_hot_rows({"t": torch.arange(6)})
     for _ in range(2):
         look_up(collection, [0, 1, 2, 3])
     good = KeyBatch(features=["f"], values=torch.tensor([0, 9]), lengths=torch.tensor([2]), batch_sizes=[1])
     wrong_length = replace(good, lengths=torch.tensor([5]))
+    negative = replace(good, lengths=torch.tensor([-1, 3]), batch_sizes=[2])
+    flat = replace(good, values=good.values.view(1, 2))
     too_many = replace(good, values=torch.arange(0, 40, 2), lengths=torch.tensor([20]))
-    for bad in (replace(good, features=["g"]), wrong_length, too_many):
+    for bad in (replace(good, features=["g"]), wrong_length, negative, flat, too_many):
         with pytest.raises((ValueError, RuntimeError)) as refused:
             collection(bad if rank == 1 else good)
         errors.append(str(refused.value))
@@ -314,9 +318,33 @@ def test_what_one_rank_refuses_is_raised_on_all() -> None:
         "table c: hot row -1 is outside of 0 to 8",
         "hot rows of table t: keys have dtype torch.float32; use int32",
         "hot rows of table t: ",
+        "keys is Tensor; give a dict",
         "rank 1: the batch has no feature 'f'",
         "rank 1: lengths add up to 5, but there are 2 keys",
+        "rank 1: lengths have -1; give the number of keys of each row",
+        "rank 1: indices have shape (1, 2); flatten them",
         "rank 0: table t: 2",
     )
     for error, part in zip(first, parts, strict=True):
         assert error.startswith(part)
+
+
+def load_elsewhere(rank: int) -> list[list[float]]:
+    """Lookups beside a table without features, after a state without the collection's rows came to one rank."""
+    unused = RoutedTable(name="a", embedding_dim=2, features=(), num_embeddings=40, routing="continuous")
+    collection = RoutedEmbeddingCollection([unused, TABLE], deduplicate=False)
+    model = torch.nn.ModuleDict({"tables": collection, "dense": torch.nn.Linear(2, 2)})
+    plain = look_up(collection, [0, 1, 5]).tolist()
+    collection.hold_hot_rows({"a": torch.arange(7), "t": torch.tensor([0, 1, 5])})
+    for _ in range(3):
+        assert look_up(collection, [0, 1, 5]).tolist() == plain
+    if rank == 0:
+        model.load_state_dict({"dense.bias": torch.zeros(2)}, strict=False)
+    result: list[list[float]] = look_up(collection, [0, 1, 5]).tolist()
+    assert result == plain
+    return result
+
+
+def test_a_state_without_rows_and_a_table_without_features_change_nothing() -> None:
+    first, second = run_ranks(2, load_elsewhere)
+    assert first == second

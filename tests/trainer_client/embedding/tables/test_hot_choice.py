@@ -90,6 +90,7 @@ def test_no_row_is_hot_where_none_is_wanted_by_many() -> None:
         ([1, 2], [1.0], None, r"keys have shape \(2,\), wanted \(1,\); give one for each key"),
         ([1, 2], [0.5, 7.0], None, "wanted is 0.5 to 7; give shares of batches, from 0 to 1"),
         ([1], [float("nan")], None, "wanted is nan to nan; give shares"),
+        ([1, 1], [0.5, 0.5], None, "keys has some of them twice; give each once"),
         ([1], [1.0], 3, "ranks_per_node is 3; give a divisor of world_size 8"),
     ],
 )
