@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1750, 2000),
     "trainer_client": (21766, 15000),
     "trainer_client/balancing": (11172, 8000),
-    "tests": (30525, 20000),
+    "tests": (30529, 20000),
     "benchmarks": (8208, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}

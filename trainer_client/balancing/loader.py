@@ -322,8 +322,8 @@ class BalancedLoader(Generic[B]):
                     if self._splits and not self._splits_asked:
                         warn_of_unasked_splits(self.name)
                 elif following is None and loop.end is not None:  # else all that was in flight has been dropped
-                    if loop.failure is not None:
-                        raise loop.failure
+                    if loop.failures:
+                        raise loop.failures.pop()  # whose traceback leads to the loop: not to be kept there
                     if loop.end.decision.reason is not Reason.LEFT:
                         self._finish_pass(loop.source)
                     loop.stream.say_end()
@@ -364,15 +364,15 @@ class _Loop:
         current: Its pass.
         source: This rank's own batches.
         end: The directive that has ended the pass; None before that.
-        failure: Why this rank's data has ended too early; the loop raises it at the step where all ranks' loops end, as
-            ranks also meet in the model.
+        failures: Why this rank's data has ended too early, if it has; the loop raises it at the step where all ranks'
+            loops end, as ranks also meet in the model.
     """
 
     def __init__(self, loader: BalancedLoader[Any]) -> None:
         self._loader = loader
         self.stream = loader._used = loader.balancer.stream(loader.name)
         self.end: Directive | None = None
-        self.failure: Exception | None = None
+        self.failures: list[Exception] = []
         self._submitted: deque[_Window] = deque()
         self._collected: list[Any] = []  # for the next window; also nothing, as a rank that has ended submits too
         self._window: _Window | None = None  # the one whose batches are being started
@@ -413,7 +413,7 @@ class _Loop:
         stream = self.stream
         stream.check(self.current)
         left = 0 if self._window is None else len(self._window.left)
-        while self.end is None and self.failure is None:
+        while self.end is None and not self.failures:
             options = stream.options
             ahead = left + len(self._collected) + len(self._submitted) * options.window
             if ahead >= options.depth * options.window:
@@ -425,7 +425,7 @@ class _Loop:
                 if opened is None or self.current.left:
                     raise
                 logger.error("%s: %r; all ranks end after what was submitted before", self._loader.name, error)
-                self.failure = error
+                self.failures.append(error)
                 stream.attend(error)
                 self._submitted.append(_Window(self.current.announce_end(opened), self._here, self._here))
 

@@ -165,7 +165,7 @@ class PipelineSteps:
         self._is_staged = hasattr(pipeline, "num_stages")  # gives None while it fills up again, and at its end
         self._is_used = self._has_ended = False
         self._fetched = self._trained = 0
-        self._failure: Exception | None = None  # why there are no more batches
+        self._failures: list[Exception] = []  # why there are no more batches
 
     def ahead(self) -> int:
         """Batches of the latest iteration that the pipeline holds."""
@@ -176,7 +176,7 @@ class PipelineSteps:
             self._pipeline.reset()
         self._is_used, self._has_ended = True, False
         self._fetched = self._trained = 0
-        self._failure = None
+        self._failures.clear()
         batches = self._fetch()
         try:
             while True:
@@ -195,8 +195,8 @@ class PipelineSteps:
                     continue
                 self._trained += 1
                 yield output
-            if self._failure is not None:
-                raise self._failure
+            if self._failures:
+                raise self._failures.pop()
         finally:
             batches.close()
 
@@ -206,7 +206,7 @@ class PipelineSteps:
                 self._fetched += 1
                 yield batch
         except Exception as error:  # raised once what the pipeline holds is trained, as it is on the other ranks
-            self._failure = error
+            self._failures.append(error)
         self._has_ended = True
 
 
