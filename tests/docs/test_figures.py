@@ -146,7 +146,7 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
         "1.18": _owner("album_id", 8, "once"), "1.01": _owner("album_id", 8, "once_hot"),
         "1.11": _owner("sessions", 64, "once_hot"),
     },
-    "programs": {"655": lambda d: d["right"]},
+    "programs": {"1,507": lambda d: d["right"]},
     "placement_gpu_h100": {
         "1.48": _kernels("traces", 60, 0.2, "with the clock"), "1.83": _kernels("traces", 60, 0.2, "TorchRec"),
         "1.72": _kernels("traces", 60, 0.2, ALIKE), "1.02": _kernels("traces", 26, 0.1, "with the clock"),
