@@ -2,16 +2,15 @@
 
     python -m benchmarks.hot_rows [--keys FILE ...] [--json benchmarks/results/hot_rows.json]
 
-The first tables are made to have what is published of Yambda-5B's: rows, users in a rank's batch, the mean history, and
-owners that are asked for 2.8 and 1.3 times the mean. Then traces with drift and sessions, and files of yours. Hot rows
-are chosen from the first half of the steps, and bytes counted in the second.
+The first tables are those of the histories of `examples/dlrmv4`, with what is published of Yambda-5B: rows, users in a
+rank's batch, the mean history, and owners that are asked for 2.8 and 1.3 times the mean. Then traces with drift and
+sessions, and files of yours. Hot rows are chosen from the first half of the steps, and bytes counted in the second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +24,11 @@ from rich.table import Table
 
 from benchmarks.harness.results import write
 from benchmarks.key_files import numbered, read_keys
-from benchmarks.references.key_traces import TRACES, zipf_law
+from benchmarks.references.key_traces import TRACES
 from evenkeel.key_statistics import KeySampler, heavy_hitters
+from examples.datasets import Keys
+from examples.dlrmv4.stream import POPULARITY, ROWS, SKEW, rows_of
 from trainer_client.embedding.routing import owners
-from trainer_client.embedding.routing.ownership import fmix64_of
 from trainer_client.embedding.tables import RoutedTable, choose_hot_rows
 
 Array = npt.NDArray[Any]
@@ -37,9 +37,8 @@ WORLDS = {8: 8, 64: 8}  # by number of ranks, those of a node
 STEPS = {8: 20, 64: 6}  # of which half are observed on all ranks
 LOOKUPS = 16_384  # of a rank in a step of a trace
 SAMPLES, USERS, EVENTS, KNOWN = 1_024, 21, 2_664, 900  # of a rank; users, and the events and items of each
-POPULARITY, ITEMS = 0.8, 9_390_624
-MADE = {"item_id": (ITEMS, 1.0), "album_id": (3_367_692, 2.8), "artist_id": (1_293_395, 1.3)}  # rows, skew
-POPULAR = 256
+MADE = ("item_id", *SKEW)
+CATALOGUE = Keys(count=ROWS["item_id"], exponent=POPULARITY)
 
 
 @dataclass(frozen=True)
@@ -57,23 +56,14 @@ class Stream:
     times: float = 1.0
 
 
-@cache
-def _items() -> Array:
-    return zipf_law(ITEMS, POPULARITY)
-
-
 def made(name: str, ranks: int) -> Stream:
-    """A table of histories. A share of the items is on a few rows of the first eighth, the others are anywhere."""
-    rows, skew = MADE[name]
-    draw, steps = np.random.default_rng(ranks), []
+    """A table of histories."""
+    rows, draw, steps = ROWS[name], np.random.default_rng(ranks), []
     for _ in range(STEPS[ranks]):
-        known = np.searchsorted(_items(), draw.random((ranks, USERS, KNOWN)))
+        known = CATALOGUE.draw(draw, ranks * USERS * KNOWN).reshape(ranks, USERS, KNOWN)
         at = (draw.random((ranks, USERS, EVENTS)) ** 3 * KNOWN).astype(np.int64)
-        item = torch.from_numpy(np.take_along_axis(known, at, 2).reshape(ranks, -1))
-        mixed = fmix64_of(item + 1).numpy()
-        few = (mixed & 0xFFFF) < (skew - 1) / 7 * 0xFFFF
-        place = mixed >> 20 & 0x7FFFFFFF
-        steps.append(np.where(few, place % POPULAR * (rows // 8 // POPULAR), place % rows))
+        items = torch.from_numpy(np.take_along_axis(known, at, 2).reshape(ranks, -1))
+        steps.append((rows_of(items, name, rows) if name in SKEW else items).numpy())
     table = RoutedTable(name=name, embedding_dim=512, features=("f",), num_embeddings=rows, routing="continuous")
     return Stream(table, steps, SAMPLES / USERS)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.key_statistics.sampler import FIRST, GOLDEN, SECOND
+from evenkeel.key_statistics.sampler import unhashed
 from evenkeel.key_statistics.trace import ALL, KeyTrace
 from evenkeel.placement.invalid_input import require
 
@@ -27,18 +27,4 @@ def heavy_hitters(trace: KeyTrace) -> tuple[Array, Array]:
     require(trace.limit == ALL, "share", trace.share, "of the keys alone was followed", remedy)
     hashes, steps = np.unique(trace.key, return_counts=True)
     order = np.argsort(-steps, kind="stable")
-    return _keys_of(hashes[order]), steps[order] / max(trace.steps, 1)
-
-
-def _keys_of(hashes: Array) -> Array:
-    """The keys that `sampler.hashed` gave these hashes."""
-    mixed = _unshifted(hashes, 31) * np.uint64(pow(int(SECOND), -1, 1 << 64))
-    mixed = _unshifted(mixed, 27) * np.uint64(pow(int(FIRST), -1, 1 << 64))
-    found: Array = (_unshifted(mixed, 30) - GOLDEN).view(np.int64)
-    return found
-
-
-def _unshifted(mixed: Array, by: int) -> Array:
-    """What gave `mixed` when it was combined with itself, shifted right by more than a third of its bits."""
-    twice: Array = mixed ^ (mixed >> np.uint64(by))
-    return twice ^ (mixed >> np.uint64(2 * by)) if 2 * by < 64 else twice
+    return unhashed(hashes[order]), steps[order] / max(trace.steps, 1)

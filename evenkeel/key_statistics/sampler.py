@@ -16,17 +16,31 @@ Array = npt.NDArray[Any]
 _COUNTED = 64
 """Steps of which all keys are counted, evenly spaced: they show what a sample overstates."""
 _LEAST_ROOM = 1 << 12
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def hashed(keys: Array) -> Array:
     """(n,) uint64 hashes of integer keys, by SplitMix64's permutation: no two keys have one hash."""
-    mixed = keys.astype(np.int64).view(np.uint64) + GOLDEN
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * SECOND
+    mixed = keys.astype(np.int64).view(np.uint64) + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
     found: Array = mixed ^ (mixed >> np.uint64(31))
     return found
+
+
+def unhashed(hashes: Array) -> Array:
+    """(n,) the int64 keys that `hashed` gave these hashes."""
+    mixed = _unshifted(hashes, 31) * np.uint64(pow(int(_SECOND), -1, 1 << 64))
+    mixed = _unshifted(mixed, 27) * np.uint64(pow(int(_FIRST), -1, 1 << 64))
+    found: Array = (_unshifted(mixed, 30) - _GOLDEN).view(np.int64)
+    return found
+
+
+def _unshifted(mixed: Array, by: int) -> Array:
+    """What gave `mixed` when it was combined with itself, shifted right by more than a third of its bits."""
+    twice: Array = mixed ^ (mixed >> np.uint64(by))
+    return twice ^ (mixed >> np.uint64(2 * by)) if 2 * by < 64 else twice
 
 
 class KeySampler:
