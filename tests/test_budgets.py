@@ -18,7 +18,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client": (21766, 15000),
     "trainer_client/balancing": (11172, 8000),
     "tests": (30529, 20000),
-    "benchmarks": (8208, 8000),
+    "benchmarks": (8198, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
 
