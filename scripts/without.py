@@ -7,6 +7,7 @@ use files that do, go with it; then types, imports and style of the product are 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ class Room(NamedTuple):
 
     Attributes:
         files: Files and folders.
-        lines: Of each file, regular expressions of the lines that name the room.
+        lines: Of each file, regular expressions of the lines that name the room. A function that one begins goes whole.
         words: Regular expression of what tests, benchmarks and examples of the room name.
         tests: Folders whose tests show that the rest works.
     """
@@ -37,7 +38,7 @@ class Room(NamedTuple):
     tests: tuple[str, ...]
 
 
-_BALANCING = "trainer_client/balancing"
+_BALANCING, _EMBEDDING = "trainer_client/balancing", "trainer_client/embedding"
 ROOMS = {
     "sampling": Room(
         files=(f"{_BALANCING}/sampling",),
@@ -88,6 +89,16 @@ ROOMS = {
         words=r"memory_caps?\b|partitioning\.memory",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
+    "hot_rows": Room(
+        files=(f"{_EMBEDDING}/tables/hot.py", f"{_EMBEDDING}/tables/hot_choice.py"),
+        lines={
+            f"{_EMBEDDING}/tables/__init__.py": ("hot_choice", "HotChoice", "HotCosts", "choose_hot_rows"),
+            f"{_EMBEDDING}/tables/collection.py": ("HotRows", r"\bself\.hot\b", "_hot", "hot = ", "import functional"),
+            f"{_EMBEDDING}/checkpoint/live.py": (r"\.hot\b",),
+        },
+        words=r"hold_hot_rows|choose_hot_rows",
+        tests=("tests/trainer_client/embedding",),
+    ),
 }
 
 
@@ -100,20 +111,25 @@ def take_out(tree: Path, room: Room) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, patterns in room.lines.items():
         path = tree / name
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if not any(re.search(pattern, line) for pattern in patterns)]
+        text = path.read_text("utf-8")
+        lines = text.splitlines(keepends=True)
+        gone = {at for at, line in enumerate(lines, 1) if any(re.search(pattern, line) for pattern in patterns)}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.lineno in gone:
+                gone |= set(range(node.lineno, (node.end_lineno or node.lineno) + 2))  # and the blank line behind it
+        kept = [line for at, line in enumerate(lines, 1) if at not in gone]
         if len(kept) == len(lines):
             sys.exit(f"{name} has no line of the room; correct the table in scripts/without.py")
         path.write_text("".join(kept), "utf-8")
-    gone, words = True, re.compile(room.words)
-    while gone:
+    found, words = True, re.compile(room.words)
+    while found:
         files = [
             path for folder in USERS for path in (tree / folder).rglob("*.py") if words.search(path.read_text("utf-8"))
         ]
         modules = [".".join(path.relative_to(tree).with_suffix("").parts) for path in files if path.stem != "conftest"]
         for path in files:
             path.unlink()
-        gone = bool(modules)
+        found = bool(modules)
         words = re.compile(r"\b(" + "|".join(map(re.escape, modules)) + r")\b") if modules else words
 
 

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,44 +45,16 @@ def dynamicemb_loads_by_owner(group: dist.ProcessGroup | None = None) -> Iterato
                 "load without Evenkeel, and compare the number of rows with the dump's"
             )
     shared = dist.is_initialized()
-    reader = _Reader(dist.get_rank(group) if shared else 0, dist.get_world_size(group) if shared else 1)
-    table: Any = getattr(index, _COUNTERS)
-    replaced = getattr(values, _READER), table.load
+    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if shared else (0, 1)
+    opened = cache(DynamicEmbDump)
 
-    def load_counter(self: Any, key_file: str, score_files: Mapping[str, str], table_id: int | None = None) -> None:
-        """In place of `LinearBucketTable.load`, with its arguments."""
-        number = 0 if table_id is None else table_id
-        (score,) = score_files
-        for rows in reader.rows(key_file):
-            keys = rows.keys.to("cuda" if torch.cuda.is_available() else "cpu")  # where DynamicEmb puts what it reads
-            frequencies = rows.arrays["frequencies"].flatten().to(keys.device)
-            argument = index.ScoreArg(name=score, value=frequencies, policy=index.ScorePolicy.ASSIGN)
-            self.insert(keys, torch.full_like(keys, number), argument)
-
-    setattr(values, _READER, reader.batches)
-    table.load = load_counter
-    try:
-        yield
-    finally:
-        setattr(values, _READER, replaced[0])
-        table.load = replaced[1]
-
-
-class _Reader:
-    """Rows of a dump's files that a rank owns."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-        self._dumps: dict[Path, DynamicEmbDump] = {}
-
-    def rows(self, key_file: str) -> Iterator[Rows]:
+    def local_rows(key_file: str) -> Iterator[Rows]:
+        """Those of a file that this rank owns."""
         path = Path(key_file)
         match = DUMP_FILE.fullmatch(path.name)
         if match is None:
             raise CheckpointError(f"{path}: has no name of a DynamicEmb dump's file")
-        if path.parent not in self._dumps:
-            self._dumps[path.parent] = DynamicEmbDump(path.parent)
-        dump, table = self._dumps[path.parent], table_of(match)
+        dump, table = opened(path.parent), table_of(match)
         routing = dump.records[table].routing
         if routing.dist_type == "continuous":
             raise CheckpointError(
@@ -89,24 +62,23 @@ class _Reader:
                 "one rank; route its table by roundrobin or hash_roundrobin"
             )
         for rows in dump.rows(table, int(match["rank"])):
-            local = rows.take(owners(rows.keys, routing, world_size=self._world_size) == self._rank)
+            local = rows.take(owners(rows.keys, routing, world_size=world_size) == rank)
             if local.keys.numel():
                 yield local
 
     def batches(
-        self,
         emb_key_path: str,
-        embedding_file_path: str,  # noqa: ARG002  # the dump knows its files by the keys' name
+        embedding_file_path: str,  # noqa: ARG001  # the dump knows its files by the keys' name
         score_file_path: str | None,
         opt_file_path: str | None,
         dim: int,
         optstate_dim: int,
         device: torch.device,
-        batch_size: int = 65_536,  # noqa: ARG002  # as many as our reader's chunks have
+        batch_size: int = 65_536,  # noqa: ARG001  # as many as our reader's chunks have
         num_scores: int = 1,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
         """In place of DynamicEmb's function, with its arguments: keys, embeddings, scores and optimizer state."""
-        for rows in self.rows(emb_key_path):
+        for rows in local_rows(emb_key_path):
             count, arrays = rows.keys.numel(), joined(rows.arrays)
             scores = state = None
             if score_file_path is not None and "scores" in arrays:
@@ -114,3 +86,23 @@ class _Reader:
             if opt_file_path is not None:
                 state = arrays["opt_values"].view(count, optstate_dim).to(device)
             yield rows.keys.to(device), arrays["values"].view(count, dim).to(device), scores, state
+
+    def load_counter(self: Any, key_file: str, score_files: Mapping[str, str], table_id: int | None = None) -> None:
+        """In place of `LinearBucketTable.load`, with its arguments."""
+        number = 0 if table_id is None else table_id
+        (score,) = score_files
+        for rows in local_rows(key_file):
+            keys = rows.keys.to("cuda" if torch.cuda.is_available() else "cpu")  # where DynamicEmb puts what it reads
+            frequencies = rows.arrays["frequencies"].flatten().to(keys.device)
+            argument = index.ScoreArg(name=score, value=frequencies, policy=index.ScorePolicy.ASSIGN)
+            self.insert(keys, torch.full_like(keys, number), argument)
+
+    table: Any = getattr(index, _COUNTERS)
+    replaced = getattr(values, _READER), table.load
+    setattr(values, _READER, batches)
+    table.load = load_counter
+    try:
+        yield
+    finally:
+        setattr(values, _READER, replaced[0])
+        table.load = replaced[1]

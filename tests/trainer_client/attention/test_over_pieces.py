@@ -152,14 +152,21 @@ def test_a_step_without_split_samples_sends_nothing(ranks: GlooRanks) -> None:
     check_equal(program, parts)
 
 
-def test_pieces_of_one_rank_need_no_other() -> None:
-    split = SplitSample(
-        pieces=tuple(Piece(rank=0, sequence=n, begin=4 * n, end=4 * n + 4) for n in range(3)),
-        num_context=1,
-        num_candidates=6,
-    )
-    pieces = PieceGroup().pieces([split])
+def split(*ends: int, **counts: int) -> SplitSample:
+    """A sample whose pieces are the first sequences of the only rank."""
+    begins = (0, *ends)
+    pieces = (Piece(rank=0, sequence=n, begin=begins[n], end=end) for n, end in enumerate(ends))
+    return SplitSample(pieces=tuple(pieces), **counts)
+
+
+def pieces_of(*samples: SplitSample) -> Pieces:
+    pieces = PieceGroup().pieces(samples)
     assert pieces is not None
+    return pieces
+
+
+def test_pieces_of_one_rank_need_no_other() -> None:
+    pieces = pieces_of(split(4, 8, 12, num_context=1, num_candidates=6))
     assert pieces.preceding(4).tolist() == [0, 4, 8, 0]
     assert pieces.beginnings(4).tolist() == [0, 3]
     assert pieces.endings(4).tolist() == [2, 3]
@@ -175,12 +182,7 @@ def test_pieces_of_one_rank_need_no_other() -> None:
 
 
 def test_blocks_say_which_positions_see_which() -> None:
-    split = SplitSample(
-        pieces=tuple(Piece(rank=0, sequence=n, begin=4 * n, end=4 * n + 4) for n in range(3)), num_candidates=2
-    )
-    pieces = PieceGroup().pieces([split])
-    assert pieces is not None
-    blocks = pieces.blocks(torch.device("cpu"))
+    blocks = pieces_of(split(4, 8, 12, num_candidates=2)).blocks(torch.device("cpu"))
     assert blocks is not None
     assert blocks.query_offsets.tolist() == [0, 4, 8]
     assert blocks.key_offsets.tolist() == [0, 4, 12]
@@ -201,57 +203,56 @@ def test_whole_steps_compile_in_one_graph() -> None:
     torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(query), query**6)
 
 
-def _attend_to_pieces(lengths: list[int], own: Any, pieces: tuple[Piece, ...]) -> Tensor:
+TWO = split(4, 6)
+
+
+def product(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query * key * value
+
+
+@pytest.mark.parametrize(
+    ("lengths", "own", "message"),
+    [
+        ([4, 2], product, "own returns a tensor, other a pair; let both return"),
+        (
+            [4, 2], lambda q, k, v: (product(q, k, v), q.sum(-1).T),
+            r"own returns logarithms of shape \(2, 6\) for \(6, 2, 3\); return .* \(6, 2\)",
+        ),
+        ([4, 2], lambda q, k, v: (product(q, k, v), q.detach().sum(-1)), "own returns logarithms without a gradient"),
+        ([4, 3], None, "sequence 1 has 3 rows, but its piece has positions 4 to 6"),
+        ([4], None, "a piece is sequence 1, but offsets are of 1"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(lengths: list[int], own: Any, message: str) -> None:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     rows = torch.randn(int(offsets[-1]), 2, 3, requires_grad=True)
-    return attend_over_pieces(
-        rows,
-        rows,
-        rows,
-        offsets,
-        PieceGroup().pieces([SplitSample(pieces=pieces)]),
-        own=own,
-        other=DenseSoftmax().other,
-    )
-
-
-TWO = (Piece(rank=0, sequence=0, begin=0, end=4), Piece(rank=0, sequence=1, begin=4, end=6))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="own returns a tensor, other a pair; let both return"):
-        _attend_to_pieces([4, 2], lambda q, k, v: q * k * v, TWO)
-    with pytest.raises(
-        ValueError, match=r"own returns logarithms of shape \(2, 6\) for \(6, 2, 3\); return .* \(6, 2\)"
-    ):
-        _attend_to_pieces([4, 2], lambda q, k, v: (q * k * v, q.sum(-1).T), TWO)
-    with pytest.raises(ValueError, match="own returns logarithms without a gradient"):
-        _attend_to_pieces([4, 2], lambda q, k, v: (q * k * v, q.detach().sum(-1)), TWO)
-    with pytest.raises(ValueError, match="sequence 1 has 3 rows, but its piece has positions 4 to 6"):
-        _attend_to_pieces([4, 3], None, TWO)
-    with pytest.raises(ValueError, match="a piece is sequence 1, but offsets are of 1"):
-        _attend_to_pieces([4], None, TWO)
-    pieces = PieceGroup().pieces([SplitSample(pieces=TWO)])
-    assert pieces is not None
+    with pytest.raises(ValueError, match=message):
+        attend_over_pieces(rows, rows, rows, offsets, pieces_of(TWO), own=own, other=DenseSoftmax().other)
     with pytest.raises(ValueError, match="a piece is sequence 1 of 1; pass all of the batch"):
-        pieces.preceding(1)
+        pieces_of(TWO).preceding(1)
 
 
 def test_nonsense_pieces_are_refused() -> None:
-    with pytest.raises(ValueError, match="pieces is empty"):
-        SplitSample(pieces=())
-    with pytest.raises(ValueError, match=r"pieces\[1\].begin is 4; begin at 5, where the one before ends"):
-        SplitSample(pieces=(replace(TWO[0], end=5), TWO[1]))
+    first, second = TWO.pieces
     with pytest.raises(ValueError, match="end is 4; use a whole number of at least 5"):
-        replace(TWO[1], end=4)
-    with pytest.raises(ValueError, match=r"num_context is 5, but pieces\[0\].end is 4"):
-        SplitSample(pieces=TWO, num_context=5)
-    with pytest.raises(ValueError, match="num_context is 3 and num_candidates 4 of 6 positions"):
-        SplitSample(pieces=TWO, num_context=3, num_candidates=4)
-    with pytest.raises(ValueError, match=r"samples\[0\].pieces\[1\].rank is 1; the group has ranks 0 to 0"):
-        PieceGroup().pieces([SplitSample(pieces=(TWO[0], replace(TWO[1], rank=1)))])
-    with pytest.raises(ValueError, match=r"samples\[0\].pieces\[1\] is sequence 0 of rank 0, and so is samples\[0\]"):
-        PieceGroup().pieces([SplitSample(pieces=(TWO[0], replace(TWO[1], sequence=0)))])
+        replace(second, end=4)
+    samples: list[tuple[dict[str, Any], str]] = [
+        ({"pieces": ()}, "pieces is empty"),
+        ({"pieces": (replace(first, end=5), second)}, r"pieces\[1\].begin is 4; begin at 5, where the one before ends"),
+        ({"num_context": 5}, r"num_context is 5, but pieces\[0\].end is 4"),
+        ({"num_context": 3, "num_candidates": 4}, "num_context is 3 and num_candidates 4 of 6 positions"),
+    ]
+    for change, message in samples:
+        with pytest.raises(ValueError, match=message):
+            replace(TWO, **change)
+    for other, message in (
+        (replace(second, rank=1), r"samples\[0\].pieces\[1\].rank is 1; the group has ranks 0 to 0"),
+        (replace(second, sequence=0), r"samples\[0\].pieces\[1\] is sequence 0 of rank 0, and so is samples\[0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PieceGroup().pieces([SplitSample(pieces=(first, other))])
+    with pytest.raises(ValueError, match="max_ctas is 0; give a whole number >= 1"):
+        PieceGroup(max_ctas=0)
 
 
 def _page_of_pieces() -> dict[str, Any]:
@@ -285,11 +286,11 @@ def test_the_loop_of_the_page_runs_as_written() -> None:
 
 def test_the_page_of_pieces_runs_as_written() -> None:
     names = _page_of_pieces()
-    split = SplitSample(
+    sample = SplitSample(
         pieces=(Piece(rank=0, sequence=1, begin=0, end=70), Piece(rank=0, sequence=0, begin=70, end=100)),
         num_candidates=10,
     )
-    pieces = names["group"].pieces([split])
+    pieces = names["group"].pieces([sample])
     offsets = torch.tensor([0, 30, 100, 105], dtype=torch.int32)
     expected = [*range(70, 100), *range(70), *range(5)]
     assert names["positions_of"](105, offsets, pieces).tolist() == expected
@@ -303,7 +304,7 @@ def test_the_page_of_pieces_runs_as_written() -> None:
     order = torch.cat([torch.arange(30, 100), torch.arange(30)])
     whole = DenseSoftmax().own(query[order], key[order], value[order], torch.tensor([0, 100]), 0, 10)[0]
     torch.testing.assert_close(found[order], whole, atol=1e-12, rtol=1e-12)
-    causal = names["group"].pieces([replace(split, num_candidates=1)])
+    causal = names["group"].pieces([replace(sample, num_candidates=1)])
     found = names["attend_causally"](query, key, value, offsets, causal)
     whole = DenseSoftmax().own(query[order], key[order], value[order], torch.tensor([0, 100]))[0]
     torch.testing.assert_close(found[order], whole, atol=1e-12, rtol=1e-12)
@@ -315,14 +316,7 @@ def test_the_page_of_pieces_runs_as_written() -> None:
 def test_halves_are_as_exact_as_those_of_torch_also_where_scores_are_large(
     kernel: str, cuts: tuple[int, ...], autocast: bool
 ) -> None:
-    begins = (0, *cuts[:-1])
-    split = SplitSample(
-        pieces=tuple(
-            Piece(rank=0, sequence=number, begin=begin, end=end)
-            for number, (begin, end) in enumerate(zip(begins, cuts, strict=True))
-        )
-    )
-    pieces = PieceGroup().pieces([split]) if begins[1:] else None
+    pieces = pieces_of(split(*cuts)) if len(cuts) > 1 else None
     offsets = torch.tensor([0, *cuts], dtype=torch.int32)
     dense, causal = DenseSoftmax(), VarlenSoftmax(max_length=300)
 
@@ -358,11 +352,11 @@ def test_halves_are_as_exact_as_those_of_torch_also_where_scores_are_large(
 def test_a_causal_kernel_refuses_samples_that_are_not_causal() -> None:
     kernel, rows, offsets = VarlenSoftmax(max_length=6), torch.randn(6, 2, 3), torch.tensor([0, 4, 6])
     for counts, message in (({"num_candidates": 2}, "2 candidates"), ({"num_context": 1}, "1 contextual positions")):
-        pieces = PieceGroup().pieces([SplitSample(pieces=TWO, **counts)])
+        pieces = pieces_of(replace(TWO, **counts))
         with pytest.raises(ValueError, match=message):
             kernel(rows, rows, rows, offsets, pieces)
-    pieces = PieceGroup().pieces([SplitSample(pieces=TWO, num_context=1)], contextual=False)
-    assert kernel(rows, rows, rows, offsets, pieces).shape == rows.shape
+    causal = PieceGroup().pieces([replace(TWO, num_context=1)], contextual=False)
+    assert kernel(rows, rows, rows, offsets, causal).shape == rows.shape
 
 
 def test_importing_attention_does_not_import_the_compiler() -> None:
@@ -374,14 +368,9 @@ def test_sums_of_other_dtypes_become_those_of_own_blocks() -> None:
     def half(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return (query + key + value).bfloat16()
 
-    rows, pieces = torch.randn(6, 2, 3, requires_grad=True), PieceGroup().pieces([SplitSample(pieces=TWO)])
+    rows, pieces = torch.randn(6, 2, 3, requires_grad=True), pieces_of(TWO)
     found = attend_over_pieces(
         rows, rows, rows, torch.tensor([0, 4, 6]), pieces, own=half, other=lambda q, k, v, _: q + k.sum() + v.sum()
     )
     assert found.dtype == torch.bfloat16
     found.sum().backward()
-
-
-def test_what_nccl_may_take_is_checked() -> None:
-    with pytest.raises(ValueError, match="max_ctas is 0; give a whole number >= 1"):
-        PieceGroup(max_ctas=0)

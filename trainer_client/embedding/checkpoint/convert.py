@@ -18,7 +18,7 @@ from trainer_client.embedding.checkpoint.dynamicemb import (
     is_dump,
     write_options,
 )
-from trainer_client.embedding.checkpoint.files import Staging, recover
+from trainer_client.embedding.checkpoint.files import recover, staging
 from trainer_client.embedding.checkpoint.record import Checkpoint, CheckpointError, TableRecord, repeated_key
 from trainer_client.embedding.routing import RoutingLike, as_routing
 from trainer_client.embedding.routing.ownership import check_world_size
@@ -116,7 +116,7 @@ def convert(
             progress(done, total if to_dump else 2 * total)
 
     with (
-        Staging(Path(target), overwrite=overwrite) as path,
+        staging(Path(target), overwrite=overwrite) as path,
         nullcontext(path) if to_dump else TemporaryDirectory(dir=path) as scratch,
     ):
         files = {record.name: RawRows(Path(scratch), record, dump=to_dump) for record in new}

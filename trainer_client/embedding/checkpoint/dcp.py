@@ -128,10 +128,8 @@ class DcpCheckpoint(Checkpoint):
         """The file of some of a rank's keys."""
         return str(self._files.get(_entry(table, rank, "keys", chunk), self.path / ".metadata"))
 
-    def read(self, table: str, rank: int, chunk: int) -> dict[str, Tensor]:
+    def read(self, table: str, rank: int, chunk: int, first: int, count: int) -> dict[str, Tensor]:  # noqa: ARG002
         """The keys and arrays of a chunk."""
-        record = self.records[table]
-        _, count = record.chunk(rank, chunk)
-        arrays = {array: spec.empty(count) for array, spec in record.stored.items()}
+        arrays = {array: spec.empty(count) for array, spec in self.records[table].stored.items()}
         self._fill({_entry(table, rank, array, chunk): tensor for array, tensor in arrays.items()})
         return arrays

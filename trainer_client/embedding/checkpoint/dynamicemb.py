@@ -9,6 +9,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class DynamicEmbDump(Checkpoint):
     ) -> None:
         self.path = path
         self.records = {}
-        self._stored: dict[str, dict[str, ArraySpec]] = {}  # by table, its arrays as they are in the files
+        self._files: dict[str, dict[str, tuple[ArraySpec, list[Path]]]] = {}  # by table and array, of each rank
         arrays: dict[str, set[str]] = {}
         ranks: dict[str, set[int]] = {}
         for match in filter(None, (DUMP_FILE.fullmatch(file.name) for file in sorted(path.iterdir()))):
@@ -106,18 +107,20 @@ class DynamicEmbDump(Checkpoint):
             )
         if dist_type is not None and dist_type not in DIST_TYPES:
             raise CheckpointError(f"{options_file}: dist_type is {dist_type!r}; known are {', '.join(DIST_TYPES)}")
-        rows: list[int] = []
-        for file, size in self._sizes(table, "keys", world_size).items():
-            if size % 8:
-                raise CheckpointError(f"{file}: has {size} bytes, no whole number of 8-byte keys; it is truncated")
-            rows.append(size // 8)
-        specs = {array: self._spec(table, array, rows) for array in arrays}
-        self._stored[table] = dict(specs)
+        files = {
+            array: [self.path / _file_name(table, array, rank, world_size) for rank in range(world_size)]
+            for array in arrays
+        }
+        for file in chain(*files.values()):
+            if not file.exists():
+                raise CheckpointError(f"{file}: is missing; restore it from a copy")
+        rows = [_num_keys(file) for file in files["keys"]]
+        self._files[table] = {array: (_spec(array, of, rows), of) for array, of in files.items()}
+        specs = {array: spec for array, (spec, _) in self._files[table].items() if array != "keys"}
         layout, scalars = options.pop(_LAYOUT, None), options.pop(_SCALARS, {})
         fresh, optimizer = options.pop(_FRESH, {}), options.pop(_OPTIMIZER, "")
         if layout is not None and specs.pop("opt_values", None) is not None:
             specs |= {array: ArraySpec(dtype="float32", shape=tuple(shape)) for array, shape in layout.items()}
-        del specs["keys"]
         return TableRecord(
             name=table,
             routing=as_routing(dist_type) if dist_type is not None else routing or as_routing("roundrobin"),
@@ -131,47 +134,43 @@ class DynamicEmbDump(Checkpoint):
             extra=options,
         )
 
-    def _sizes(self, table: str, array: str, world_size: int) -> dict[Path, int]:
-        """Bytes of each rank's file of an array."""
-        files = [self.path / _file_name(table, array, rank, world_size) for rank in range(world_size)]
-        for file in files:
-            if not file.exists():
-                raise CheckpointError(f"{file}: is missing; restore it from a copy")
-        return {file: file.stat().st_size for file in files}
-
-    def _spec(self, table: str, array: str, rows: list[int]) -> ArraySpec:
-        """Type and columns of an array, the same for all ranks."""
-        if array == "keys":
-            return KEYS
-        item, sizes = getattr(torch, _DTYPES[array]).itemsize, self._sizes(table, array, len(rows))
-        widths = [size // (item * count) for size, count in zip(sizes.values(), rows, strict=True) if count]
-        width = max(set(widths), key=widths.count) if widths else 1
-        for (file, size), count in zip(sizes.items(), rows, strict=True):
-            if size != count * width * item:
-                raise CheckpointError(
-                    f"{file}: has {size} bytes, but {count} keys of {width} columns take {count * width * item}; "
-                    "it is truncated or belongs to other keys"
-                )
-        return ArraySpec(dtype=_DTYPES[array], shape=(width,))
-
     def where(self, table: str, rank: int, chunk: int = 0) -> str:  # noqa: ARG002
         """The file of a rank's keys."""
-        return str(self.path / _file_name(table, "keys", rank, self.records[table].world_size))
+        return str(self._files[table]["keys"][1][rank])
 
-    def read(self, table: str, rank: int, chunk: int) -> dict[str, Tensor]:
+    def read(self, table: str, rank: int, chunk: int, first: int, count: int) -> dict[str, Tensor]:  # noqa: ARG002
         """The keys and arrays of a chunk."""
-        record = self.records[table]
-        arrays = {}
-        for array, spec in self._stored[table].items():
-            file = self.path / _file_name(table, array, rank, record.world_size)
-            arrays[array] = _read(file, spec, *record.chunk(rank, chunk))
-        layout = {name: spec for name, spec in record.arrays.items() if name not in _DTYPES}
+        arrays = {array: _read(files[rank], spec, first, count) for array, (spec, files) in self._files[table].items()}
+        layout = {name: spec for name, spec in self.records[table].arrays.items() if name not in _DTYPES}
         if layout:
             columns = [math.prod(spec.shape) for spec in layout.values()]
             parts = arrays.pop("opt_values").split(columns, dim=1)  # type: ignore[no-untyped-call]
             for (name, spec), part in zip(layout.items(), parts, strict=True):
                 arrays[name] = part.reshape(-1, *spec.shape)
         return arrays
+
+
+def _num_keys(file: Path) -> int:
+    size = file.stat().st_size
+    if size % 8:
+        raise CheckpointError(f"{file}: has {size} bytes, no whole number of 8-byte keys; it is truncated")
+    return size // 8
+
+
+def _spec(array: str, files: list[Path], rows: list[int]) -> ArraySpec:
+    """Type and columns of an array, the same for all ranks."""
+    if array == "keys":
+        return KEYS
+    item, sizes = getattr(torch, _DTYPES[array]).itemsize, [file.stat().st_size for file in files]
+    widths = [size // (item * count) for size, count in zip(sizes, rows, strict=True) if count]
+    width = max(set(widths), key=widths.count) if widths else 1
+    for file, size, count in zip(files, sizes, rows, strict=True):
+        if size != count * width * item:
+            raise CheckpointError(
+                f"{file}: has {size} bytes, but {count} keys of {width} columns take {count * width * item}; "
+                "it is truncated or belongs to other keys"
+            )
+    return ArraySpec(dtype=_DTYPES[array], shape=(width,))
 
 
 class RawRows:
@@ -220,6 +219,5 @@ def write_options(path: Path, record: TableRecord) -> None:
         options["num_embeddings"] = record.num_embeddings
     layout = {name: record.arrays[name].shape for name in sorted(record.arrays) if name not in _DTYPES}
     if layout:
-        state = {_LAYOUT: layout, _SCALARS: record.scalars, _FRESH: record.fresh, _OPTIMIZER: record.optimizer}
-        options |= state
+        options |= {_LAYOUT: layout, _SCALARS: record.scalars, _FRESH: record.fresh, _OPTIMIZER: record.optimizer}
     (path / f"{record.name}_opt_args.json").write_text(json.dumps(options, indent=1) + "\n")

@@ -4,8 +4,9 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from trainer_client.embedding.checkpoint.record import CheckpointError
 
@@ -20,65 +21,61 @@ def _beside(target: Path, what: str) -> Path:
     return whole.with_name(f".{whole.name}.{what}")
 
 
-class Staging:
-    """A directory `.NAME.writing` beside a target, locked, which takes the target's name when it is complete.
+@contextmanager
+def staging(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A directory `.NAME.writing` beside a target, locked, which takes the target's name when the context ends.
 
-    As a context it is published at the end, and removed if an error ends it. What a killed process left is removed by
-    the next one.
-
-    Attributes:
-        path: Where to write; what the context gives.
+    If an error ends it, the directory is removed. What a killed process left is removed by the next one.
     """
-
-    def __init__(self, target: Path, *, overwrite: bool) -> None:
-        recover(target)
-        if not overwrite and (target.exists() or target.is_symlink()):
-            raise CheckpointError(f"{target} exists; choose another name or allow it to be replaced")
-        _check_replaceable(target)
-        self._target, self.path = target, _beside(target, "writing")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            current = self.path.exists() and os.path.samestat(os.fstat(self._lock), self.path.stat())
-        except BlockingIOError:
-            current = False
-        except OSError:  # a file system without locks
-            current = True
-        if not current:
-            os.close(self._lock)
-            raise CheckpointError(f"{self.path}: another process writes this checkpoint; wait for its end, or stop it")
-        for entry in self.path.iterdir():
+    recover(target)
+    if not overwrite and (target.exists() or target.is_symlink()):
+        raise CheckpointError(f"{target} exists; choose another name or allow it to be replaced")
+    _check_replaceable(target)
+    path = _beside(target, "writing")
+    path.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        _lock(lock, path)
+        for entry in path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        try:
+            yield path
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        _publish(path, target)
+    finally:
+        os.close(lock)
 
-    def __enter__(self) -> Path:
-        return self.path
 
-    def __exit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
-        self.publish() if kind is None else self.discard()
+def _lock(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        current = path.exists() and os.path.samestat(os.fstat(lock), path.stat())
+    except BlockingIOError:
+        current = False
+    except OSError:  # a file system without locks
+        current = True
+    if not current:
+        raise CheckpointError(f"{path}: another process writes this checkpoint; wait for its end, or stop it")
 
-    def discard(self) -> None:
-        """Removes what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
 
-    def publish(self) -> None:
-        """Gives the directory its name; an older checkpoint of the name is removed afterwards."""
-        target, replaced = self._target, _beside(self._target, "replaced")
-        _check_replaceable(target)
-        for path in [*self.path.rglob("*"), self.path]:
-            _sync(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if target.exists():
-            target.rename(replaced)
-        self.path.rename(target)
-        _sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.close(self._lock)
+def _publish(path: Path, target: Path) -> None:
+    """Gives the directory its name; an older checkpoint of the name is removed afterwards."""
+    _check_replaceable(target)
+    for written in [*path.rglob("*"), path]:
+        _sync(written)
+    replaced = _beside(target, "replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    path.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def recover(target: Path) -> None:
-    """Puts the old checkpoint back if a process died between the two renamings of `Staging.publish`."""
+    """Puts the old checkpoint back if a process died between the two renamings of `_publish`."""
     replaced = _beside(target, "replaced")
     if replaced.exists() and not target.exists():
         replaced.rename(target)

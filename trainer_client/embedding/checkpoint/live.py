@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer_client.embedding.checkpoint import dcp
 from trainer_client.embedding.checkpoint.convert import open_checkpoint
-from trainer_client.embedding.checkpoint.files import Staging
+from trainer_client.embedding.checkpoint.files import staging
 from trainer_client.embedding.checkpoint.optimizers import Layout, Optimizers, optimizer_of
 from trainer_client.embedding.checkpoint.record import (
     ArraySpec,
@@ -125,93 +125,82 @@ def save(
         CheckpointError: If the directory exists and may not be replaced, the optimizer does not hold a table, or it
             keeps something that belongs neither to a row nor to the whole table as one number; on all ranks.
     """
-    staging: Staging | None = None
     with _raised_by_all(collection, path):
         parts = {table.name: _snapshot(collection, table, optimizer) for table in collection.configs}
     gathered = _gather({name: record for name, (record, _) in parts.items()}, collection)
     records = [_of_all_ranks([rank[name] for rank in gathered]) for name in parts]
-    with _raised_by_all(collection, path):
-        if collection.rank == 0:
-            staging = Staging(Path(path), overwrite=overwrite)
-    folder = next(filter(None, _gather(staging and staging.path, collection)))
-    try:
+    with ExitStack() as written:
+        folder: Path | None = None
+        with _raised_by_all(collection, path):
+            if collection.rank == 0:
+                folder = written.enter_context(staging(Path(path), overwrite=overwrite))
+        folder = next(filter(None, _gather(folder, collection)))
         dcp.write(
             folder, records, [collection.rank], lambda name, _, *rows: _read(parts[name][1], *rows),
             alone=collection.world_size == 1, group=collection.group,
         )  # fmt: skip
         _gather(None, collection)
-    except BaseException:
-        if staging is not None:
-            staging.discard()
-        raise
-    with _raised_by_all(collection, path):
-        if staging is not None:
+        with _raised_by_all(collection, path):
             try:
-                staging.publish()
+                written.close()
             except OSError as error:
                 raise CheckpointError(f"{path}: the checkpoint could not be put in place ({error})") from error
 
 
-class _Load:
-    """A table of a checkpoint that fits a rank's part; nothing is changed before `run`."""
+def _fitting(
+    checkpoint: Checkpoint,
+    collection: RoutedEmbeddingCollection,
+    table: RoutedTable,
+    optimizers: Optimizers,
+    *,
+    convert: bool,
+) -> Callable[[], int]:
+    """Checks that a table of a checkpoint fits this rank's part; what it gives loads the rows and tells how many."""
+    saved, where = checkpoint.records.get(table.name), checkpoint.path
+    if saved is None:
+        raise CheckpointError(f"{where}: no table {table.name}; it holds {', '.join(checkpoint.records)}")
+    shape = saved.arrays["values"].shape
+    if shape != (table.embedding_dim,):
+        raise CheckpointError(f"{where}: table {table.name} has rows of shape {shape}, not ({table.embedding_dim},)")
+    record = saved.rerouted(table.resolved_routing, collection.world_size)
+    record = dataclasses.replace(record, num_embeddings=table.num_embeddings)
+    same = record.routes_like(saved)
+    if not same and not convert:
+        raise RoutingMismatchError(
+            f"{where}: table {table.name} was saved under {saved.describe()} and is loaded under "
+            f"{record.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
+        )
+    part = _storage(collection, table)
+    resets = hasattr(part, "reset_parameters")
+    if not resets and table.resolved_routing.dist_type != "continuous" and part.held_keys().numel():
+        raise CheckpointError(
+            f"table {table.name}: it holds keys already, and its storage {type(part).__name__} has no "
+            "reset_parameters() that would make it forget them; load into a newly made collection"
+        )
+    optimizer, layout = optimizer_of(optimizers, part.weight, table.name), None
+    if optimizer is not None:
+        layout = Layout.of(optimizer, part.weight, table.name, record)
+        layout.check(record, where)
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        collection: RoutedEmbeddingCollection,
-        table: RoutedTable,
-        optimizers: Optimizers,
-        *,
-        convert: bool,
-    ) -> None:
-        saved, where = checkpoint.records.get(table.name), checkpoint.path
-        if saved is None:
-            raise CheckpointError(f"{where}: no table {table.name}; it holds {', '.join(checkpoint.records)}")
-        shape = saved.arrays["values"].shape
-        if shape != (table.embedding_dim,):
-            raise CheckpointError(
-                f"{where}: table {table.name} has rows of shape {shape}, not ({table.embedding_dim},)"
-            )
-        local = saved.rerouted(table.resolved_routing, collection.world_size)
-        self._record = local = dataclasses.replace(local, num_embeddings=table.num_embeddings)
-        self._checkpoint, self._saved, self._rank = checkpoint, saved, collection.rank
-        self._same = local.routes_like(saved)
-        if not self._same and not convert:
-            raise RoutingMismatchError(
-                f"{where}: table {table.name} was saved under {saved.describe()} and is loaded under "
-                f"{local.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
-            )
-        self._part = part = _storage(collection, table)
-        forgets = hasattr(part, "reset_parameters") or table.resolved_routing.dist_type == "continuous"
-        if not forgets and part.held_keys().numel():
-            raise CheckpointError(
-                f"table {table.name}: it holds keys already, and its storage {type(part).__name__} has no "
-                "reset_parameters() that would make it forget them; load into a newly made collection"
-            )
-        self._optimizer, self._layout = optimizer_of(optimizers, part.weight, table.name), None
-        if self._optimizer is not None:
-            self._layout = Layout.of(self._optimizer, part.weight, table.name, local)
-            self._layout.check(local, where)
-
-    def run(self) -> int:
-        """Loads the rows; returns how many."""
-        record, part = self._record, self._part
-        if hasattr(part, "reset_parameters"):
+    def run() -> int:
+        if resets:
             part.reset_parameters()
         targets: dict[str, Tensor] = {"values": part.weight.data}
-        if self._optimizer is not None and self._layout is not None:
-            targets |= self._layout.prepare(self._optimizer, part.weight, record)
+        if optimizer is not None and layout is not None:
+            targets |= layout.prepare(optimizer, part.weight, record)
         filled = torch.zeros(part.weight.shape[0], dtype=torch.bool, device=part.weight.device)
-        for source in [self._rank] if self._same else range(self._saved.world_size):
-            for rows in self._checkpoint.rows(record.name, source):
-                local = rows if self._same else rows.take(record.owners(rows.keys) == self._rank)
+        for source in [collection.rank] if same else range(saved.world_size):
+            for rows in checkpoint.rows(table.name, source):
+                local = rows if same else rows.take(record.owners(rows.keys) == collection.rank)
                 if local.keys.numel() == 0:
                     continue
                 at = part.place(local.keys.to(filled.device))
-                _check_new(at, filled, local, record.name)
+                _check_new(at, filled, local, table.name)
                 for array, target in targets.items():
                     target[at] = local.arrays[array].to(target.device, target.dtype)
         return int(filled.sum())
+
+    return run
 
 
 def _check_new(at: Tensor, filled: Tensor, rows: Rows, table: str) -> None:
@@ -251,9 +240,9 @@ def load(
     """
     with _raised_by_all(collection, path):
         checkpoint = open_checkpoint(os.fspath(path))
-        fitting = {t.name: _Load(checkpoint, collection, t, optimizer, convert=convert) for t in collection.configs}
+        fitting = {t.name: _fitting(checkpoint, collection, t, optimizer, convert=convert) for t in collection.configs}
     with _raised_by_all(collection, path):
-        loaded = {name: one.run() for name, one in fitting.items()}
+        loaded = {name: run() for name, run in fitting.items()}
     if collection.hot is not None:
         collection.hot.restart()
     totals = {name: sum(each[name] for each in _gather(loaded, collection)) for name in loaded}

@@ -118,14 +118,10 @@ class TableRecord:
         """Whether every key has the same owner under both."""
         return (self.routing, self.world_size, self.block) == (other.routing, other.world_size, other.block)
 
-    def chunk(self, rank: int, number: int) -> tuple[int, int]:
-        """First row and number of rows of a chunk of a rank's rows."""
-        first = number * self.chunk_rows
-        return first, min(self.chunk_rows, self.rows[rank] - first)
-
     def chunks(self, rank: int) -> list[tuple[int, int]]:
-        """All of a rank's chunks."""
-        return [self.chunk(rank, number) for number in range(-(-self.rows[rank] // self.chunk_rows))]
+        """First row and number of rows of each chunk of a rank's rows."""
+        firsts = range(0, self.rows[rank], self.chunk_rows)
+        return [(first, min(self.chunk_rows, self.rows[rank] - first)) for first in firsts]
 
     def owners(self, keys: Tensor) -> Tensor:
         """(n) ranks that own keys (n)."""
@@ -158,13 +154,7 @@ def from_json(text: str | bytes, *, where: str) -> list[TableRecord]:
         version = document["format_version"]
         if version not in READS:
             raise CheckpointError(f"{where}: format version {version}; this release reads {READS[0]} to {READS[-1]}")
-        records = []
-        for plain in document["tables"]:
-            plain["routing"] = Routing(**plain["routing"])
-            specs = plain["arrays"].items()
-            plain["arrays"] = {name: ArraySpec(dtype=s["dtype"], shape=tuple(s["shape"])) for name, s in specs}
-            plain["rows"], plain["digests"] = tuple(plain["rows"]), tuple(map(tuple, plain["digests"]))
-            records.append(TableRecord(**plain))
+        records = [_from_plain(**plain) for plain in document["tables"]]
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -176,6 +166,16 @@ def from_json(text: str | bytes, *, where: str) -> list[TableRecord]:
                 f"this release has {HASH_IDENTITY!r}"
             )
     return records
+
+
+def _from_plain(*, routing: Any, rows: Any, arrays: Any, digests: Any, **others: Any) -> TableRecord:
+    return TableRecord(
+        routing=Routing(**routing),
+        rows=tuple(rows),
+        arrays={name: ArraySpec(dtype=spec["dtype"], shape=tuple(spec["shape"])) for name, spec in arrays.items()},
+        digests=tuple(map(tuple, digests)),
+        **others,
+    )
 
 
 class Rows(NamedTuple):
@@ -244,8 +244,8 @@ class Checkpoint(ABC):
         """The file of some of a rank's keys."""
 
     @abstractmethod
-    def read(self, table: str, rank: int, chunk: int) -> dict[str, Tensor]:
-        """The keys and arrays of a chunk."""
+    def read(self, table: str, rank: int, chunk: int, first: int, count: int) -> dict[str, Tensor]:
+        """The keys and arrays of a chunk: so many rows from one on."""
 
     def rows(self, table: str, rank: int) -> Iterator[Rows]:
         """Chunks of a table's rows on a rank.
@@ -254,8 +254,8 @@ class Checkpoint(ABC):
             CheckpointError: If a file is damaged, or a key is on a rank that does not own it.
         """
         record = self.records[table]
-        for chunk in range(len(record.chunks(rank))):
-            rows = Rows(self.read(table, rank, chunk), self.where(table, rank, chunk))
+        for chunk, (first, count) in enumerate(record.chunks(rank)):
+            rows = Rows(self.read(table, rank, chunk, first, count), self.where(table, rank, chunk))
             if record.digests and rows.digest() != record.digests[rank][chunk]:
                 raise CheckpointError(
                     f"{rows.where}: rows of table {table}, rank {rank}, are not those that were saved (checksum "

@@ -248,15 +248,15 @@ def torchrec_uses_evenkeel() -> Iterator[None]:
         total_num_blocks: Tensor | None = None,
         output_permute: bool = False,
         bucketize_pos: bool = False,
-        block_bucketize_row_pos: list[Tensor] | None = None,
-        keep_original_indices: bool = False,
+        *others: Any,
+        **named: Any,
     ) -> tuple[Any, Tensor | None]:
-        if total_num_blocks is not None or block_bucketize_row_pos is not None or keep_original_indices:
-            kept: tuple[Any, Tensor | None] = original(
-                kjt, num_buckets, block_sizes, total_num_blocks, output_permute, bucketize_pos,
-                block_bucketize_row_pos, keep_original_indices,
-            )  # fmt: skip
-            return kept
+        special = (total_num_blocks, *others, *named.values())
+        if any(option is not None and option is not False for option in special):
+            result: tuple[Any, Tensor | None] = original(
+                kjt, num_buckets, block_sizes, total_num_blocks, output_permute, bucketize_pos, *others, **named
+            )
+            return result
         blocks = block_sizes.to(device=kjt.values().device, dtype=torch.int64)
         return bucketize_kjt(
             kjt, num_buckets, blocks, "continuous", permutation=output_permute, positions=bucketize_pos

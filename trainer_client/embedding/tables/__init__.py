@@ -4,7 +4,7 @@ from trainer_client.embedding.tables.clipping import clip_grad_norm_
 from trainer_client.embedding.tables.collection import RoutedEmbeddingCollection
 from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory
 from trainer_client.embedding.tables.hot_choice import HotChoice, HotCosts, choose_hot_rows
-from trainer_client.embedding.tables.tables import BlockTable, KeyTable, OwnedTable
+from trainer_client.embedding.tables.tables import BlockTable, KeyTable
 
 __all__ = [
     "BlockTable",
@@ -12,7 +12,6 @@ __all__ = [
     "HotCosts",
     "KeyBatch",
     "KeyTable",
-    "OwnedTable",
     "RoutedEmbeddingCollection",
     "RoutedTable",
     "TableFactory",

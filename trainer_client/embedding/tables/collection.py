@@ -1,9 +1,10 @@
 """A collection of row-wise sharded tables: bucketize, All2All, lookup at the owner, All2All back, unbucketize."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from trainer_client.embedding.routing import block_bucketize, warm_up
 from trainer_client.embedding.routing.ownership import as_int64
-from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory
+from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory, per_table
 from trainer_client.embedding.tables.exchange import (
     Status,
     all_to_all,
@@ -23,7 +24,7 @@ from trainer_client.embedding.tables.exchange import (
     exchange_group,
     raise_together,
 )
-from trainer_client.embedding.tables.hot import HotRows, read_hot_rows
+from trainer_client.embedding.tables.hot import HotRows
 from trainer_client.embedding.tables.part import RankLocal, module_name, rows_of_other_ranks
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable
 
@@ -131,13 +132,10 @@ class RoutedEmbeddingCollection(RankLocal):
             ValueError: If there is no such table, a continuous one has no such row, or keys are no integers; on all
                 ranks.
         """
-        sent = [read_hot_rows({} if keys is None else keys) if self.rank == 0 else {}]
-        if self.world_size > 1:
-            dist.broadcast_object_list(sent, group=exchange_group(self.group), group_src=0)
-        if isinstance(sent[0], str):
-            raise ValueError(sent[0])
-        hot = HotRows(self.configs, sent[0], rank=self.rank, world_size=self.world_size)
-        self.hot = hot if sent[0] and self.world_size > 1 else None  # a rank that is alone has all rows at home
+        group = exchange_group(self.group) if self.world_size > 1 else None
+        named = {} if keys is None else keys
+        hot = HotRows(self.configs, named, rank=self.rank, world_size=self.world_size, group=group)
+        self.hot = hot if self.world_size > 1 and any(map(len, hot.keys.values())) else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes come from other ranks: nothing to compile
     def forward(self, batch: Any) -> dict[str, Tensor]:
@@ -153,23 +151,26 @@ class RoutedEmbeddingCollection(RankLocal):
             ValueError: If on one rank a feature is missing or a table does not take a key; on all in the same step.
         """
         if self.hot is not None:
-            device = next((parameter.device for parameter in self.parameters()), self._device)
-            self.hot.refresh(self.tables, device, exchange_group(self.group))
-        try:
+            self.hot.refresh(self.tables, self._device, exchange_group(self.group))
+        with self._raised_by_all(self._features(self._groups[0])):
             parts = self._parts(batch)
-        except Exception as problem:
-            self._fail(problem, len(self._features(self._groups[0])))
         results: dict[str, Tensor] = {}
+        look_up = self._look_up
+        if self.hot is not None:
+            look_up = self._look_up_hot
         for part, tables in zip(parts, self._groups, strict=True):
-            results.update(self._pool(*self._look_up_hot(part, tables), part, tables))
+            vectors, counts = look_up(part, tables)
+            if vectors.requires_grad and self.gradient_divide_factor != 1:
+                # Divided before any are added up, as a sum may not fit into a narrow type.
+                vectors.register_hook(lambda gradient: gradient / self.gradient_divide_factor)  # type: ignore[no-untyped-call]
+            results.update(self._pool(vectors, counts, part, tables))
         return results
 
     def _look_up_hot(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[Tensor, list[int]]:
         """As `_look_up`, which gets the lookups of rows that are not hot."""
-        try:
-            split = self.hot.split(part, tables) if self.hot is not None else None
-        except Exception as problem:
-            self._fail(problem, len(self._features(tables)))
+        assert self.hot is not None
+        with self._raised_by_all(self._features(tables)):
+            split = self.hot.split(part, tables)
         if split is None:
             return self._look_up(part, tables)
         others, order, counts = split
@@ -188,63 +189,56 @@ class RoutedEmbeddingCollection(RankLocal):
         """The table of each column of an exchange: of each feature, or of each table where keys are sent once."""
         return list(tables) if self.deduplicate else [table for table in tables for _ in table.features]
 
-    def _fail(self, problem: Exception, num_columns: int) -> NoReturn:
+    @contextmanager
+    def _raised_by_all(self, columns: Sequence[RoutedTable]) -> Iterator[None]:
         """Raises an error that this rank has before an exchange, on all ranks."""
-        if self.world_size > 1:
+        try:
+            yield
+        except Exception as problem:
+            if self.world_size == 1:
+                raise
             group = exchange_group(self.group)
-            counts = torch.zeros(self.world_size, num_columns + 1, dtype=torch.int64)
+            counts = torch.zeros(self.world_size, len(columns) + 1, dtype=torch.int64)
             counts[:, -1] = 1
             exchange_counts(counts.to(self._device), group)
             raise_together(problem, group)
-        raise problem
 
     def _look_up(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[Tensor, list[int]]:
         """Embeddings (num_keys x dim) of a part's keys, in its order, then of hot rows; and keys of each feature."""
         columns = self._features(tables)
         if not self.deduplicate:
             return self._exchange(part.values, part.lengths, part.batch_sizes, columns), part.keys_per_feature()
-        try:
+        with self._raised_by_all(columns):
             counts = part.keys_per_feature()
-            of_features = iter(counts)
-            sizes = [sum(next(of_features) for _ in table.features) for table in tables]
-            unique = [torch.unique(keys, return_inverse=True) for keys in cut(part.values, sizes)]
+            by_table = cut(part.values, per_table(counts, tables))
+            unique = [torch.unique(keys, return_inverse=True) for keys in by_table]
             lengths = torch.tensor([keys.numel() for keys, _ in unique], device=part.values.device)
-        except Exception as problem:
-            self._fail(problem, len(columns))
         vectors = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), columns)
         sizes = [keys.numel() for keys, _ in unique]
-        *pieces, hot = cut(vectors, [*sizes, len(vectors) - sum(sizes)])
+        *pieces, rest = cut(vectors, [*sizes, len(vectors) - sum(sizes)])
         rows = [piece.index_select(0, inverse) for piece, (_, inverse) in zip(pieces, unique, strict=True)]
-        return torch.cat([*rows, hot]), counts
+        return torch.cat([*rows, rest]), counts
 
     def _exchange(
         self, values: Tensor, lengths: Tensor, batch_sizes: Sequence[int], tables: list[RoutedTable]
     ) -> Tensor:
         """Embeddings of keys whose features (one table each) have `batch_sizes` rows, then all hot rows."""
-        try:
+        with self._raised_by_all(tables):
             sent = block_bucketize(
                 lengths,
                 values,
-                [
-                    table.rows_per_rank(self.world_size) if table.resolved_routing.dist_type == "continuous" else 1
-                    for table in tables
-                ],
+                [table.rows_per_rank(self.world_size) for table in tables],
                 self.world_size,
                 [table.resolved_routing for table in tables],
                 batch_sizes=list(batch_sizes),
             )
             rows = cut(sent.lengths.view(self.world_size, -1), batch_sizes, 1)
-        except Exception as problem:
-            self._fail(problem, len(tables))
         assert sent.permutation is not None
         counts = torch.stack([cells.sum(1) for cells in rows] + [sent.lengths.new_zeros(self.world_size)], dim=1)
         if self.world_size == 1:
             vectors = self._look_up_owned(sent.indices, [column[:-1] for column in counts.tolist()], tables)
         else:
             vectors = self._look_up_at_owners(sent.indices, counts, tables)
-        if vectors.requires_grad and self.gradient_divide_factor != 1:
-            # Divided before it travels to the owners, as a sum over ranks may not fit into a narrow type.
-            vectors.register_hook(lambda gradient: gradient / self.gradient_divide_factor)  # type: ignore[no-untyped-call]
         order = sent.permutation.to(torch.int64)
         if len(vectors) > len(order):
             order = torch.cat([order, torch.arange(len(order), len(vectors), device=order.device)])

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from trainer_client.embedding.routing import Routing, RoutingLike, as_routing, block_size
+from trainer_client.embedding.routing import Routing, RoutingLike, as_routing, block_size, route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,10 @@ class RoutedTable:
         if self.resolved_routing.dist_type == "continuous":
             return even
         return self.capacity if self.capacity is not None else max(1024, even + even // 2)
+
+    def route(self, keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
+        """Owner of each key, and the index that is sent to it; see `routing.route`."""
+        return route(keys, self.resolved_routing, world_size=world_size, block_size=self.rows_per_rank(world_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,4 +133,16 @@ class KeyBatch:
 
 
 TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
-"""Builds a rank's part of a table: from the table, the rank, the number of ranks and the device."""
+"""Builds a rank's part of a table: from the table, the rank, the number of ranks and the device.
+
+It is called with what bucketize sent (n), and gives embeddings (n x dim). Checkpoints want its `weight`, `held_keys()`,
+the keys (n) of the first n rows of it, `place(keys)`, their rows, of which new ones take the next free in the order in
+which they come, and `reset_parameters()`, as if new. `refuses` says whether a lookup may raise on one rank alone, so
+that ranks must compare notes; alike on all ranks, and true where it is not there.
+"""
+
+
+def per_table(counts: Sequence[int], tables: Sequence[RoutedTable]) -> list[int]:
+    """Keys of each table, from those of each feature."""
+    features = iter(counts)
+    return [sum(next(features) for _ in table.features) for table in tables]

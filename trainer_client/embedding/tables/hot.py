@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from trainer_client.embedding.routing import route
 from trainer_client.embedding.routing.ownership import as_int64
-from trainer_client.embedding.tables.config import KeyBatch, RoutedTable
+from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, per_table
 from trainer_client.embedding.tables.exchange import cut, differentiable_all_to_all
+from trainer_client.embedding.tables.tables import find
 
 # PyTorch 2.13 has new names for both.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,8 +53,7 @@ class _Layout:
     """The hot rows of one exchange in their slots: by owner, then by table, then by key.
 
     Attributes:
-        keys: By table, ascending.
-        slots: By table, the slot of each of its keys.
+        slots: By table, its keys, ascending, and the slot of each.
         sent: What this rank's tables look up for the slots that it owns.
         counts: By table, how many of these.
         send: Rows of this rank's slots for the stretch of each rank.
@@ -64,8 +63,7 @@ class _Layout:
         size: Number of slots.
     """
 
-    keys: dict[str, Tensor]
-    slots: dict[str, Tensor]
+    slots: dict[str, tuple[Tensor, Tensor]]
     sent: Tensor
     counts: dict[str, int]
     send: list[int]
@@ -74,59 +72,23 @@ class _Layout:
     stretch: int
     size: int
 
-    def find(self, table: str, keys: Tensor) -> Tensor:
-        """(n) slots of keys (n); -1 where one is not hot."""
-        hot = self.keys[table]
-        if not hot.numel():
-            return torch.full_like(keys, -1)
-        at = torch.searchsorted(hot, keys).clamp_(max=hot.numel() - 1)
-        return torch.where(hot[at] == keys, self.slots[table][at], -1)
 
-    def split(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[KeyBatch, Tensor, list[int]]:
-        """The lookups of other rows; each key's place among their rows and then the slots; and keys of each feature."""
-        if part.lengths.numel() and int(part.lengths.min()) < 0:
-            raise ValueError(f"lengths have {int(part.lengths.min())}; give the number of keys of each row, 0 or more")
-        counts = part.keys_per_feature()
-        if sum(counts) != part.values.numel():
-            raise ValueError(f"lengths add up to {sum(counts)}, but there are {part.values.numel()} keys")
-        features = iter(counts)
-        sizes = [sum(next(features) for _ in table.features) for table in tables]
-        by_table = zip(tables, cut(part.values, sizes), strict=True)
-        slots = torch.cat([self.find(table.name, keys) for table, keys in by_table if table.features])
-        others = slots < 0
-        before = functional.pad(others.cumsum(0), (1, 0))
-        lengths = before[functional.pad(part.lengths.cumsum(0), (1, 0))].diff()
-        values = part.values[others]
-        order = torch.where(others, before[:-1], slots + values.numel())
-        return replace(part, values=values, lengths=lengths, weights=None), order, counts
-
-
-def read_hot_rows(keys: Any) -> dict[str, Tensor] | str:
-    """Keys by table as int64, or what is wrong with them."""
-    if not isinstance(keys, Mapping):
-        return f"keys is {type(keys).__name__}; give a dict of the keys of each table's hot rows"
-    found = {}
-    for name, given in keys.items():
-        try:
-            hot = torch.as_tensor(given)
-            found[name] = as_int64(hot if hot.numel() else hot.to(torch.int64)).cpu()
-        except Exception as problem:
-            return f"hot rows of table {name}: {problem}"
-    return found
-
-
-def distinct_rows(table: RoutedTable, keys: Tensor) -> Tensor:
+def distinct_rows(table: RoutedTable, keys: Any) -> Tensor:
     """(n) different int64 keys of a table, ascending.
 
     Raises:
-        ValueError: If the table is continuous and has no such row.
+        ValueError: If these are no integers, or the table is continuous and has no such row.
     """
-    hot: Tensor = torch.unique(as_int64(keys.cpu()))
+    try:
+        given = torch.as_tensor(keys)
+        hot: Tensor = torch.unique(as_int64(given if given.numel() else given.to(torch.int64)).cpu())
+    except Exception as problem:
+        raise ValueError(f"hot rows of table {table.name}: {problem}") from problem
     if table.resolved_routing.dist_type == "continuous" and hot.numel():
-        worst = hot[-1] if hot[0] >= 0 else hot[0]
+        worst = int(hot[-1] if hot[0] >= 0 else hot[0])
         if not 0 <= worst < table.num_embeddings:
             raise ValueError(
-                f"table {table.name}: hot row {int(worst)} is outside of 0 to {table.num_embeddings - 1}; continuous "
+                f"table {table.name}: hot row {worst} is outside of 0 to {table.num_embeddings - 1}; continuous "
                 "routing takes row numbers only"
             )
     return hot
@@ -140,50 +102,58 @@ class HotRows:
     """
 
     def __init__(
-        self, tables: Sequence[RoutedTable], keys: Mapping[str, Tensor], *, rank: int, world_size: int
+        self, tables: Sequence[RoutedTable], keys: Any, *, rank: int, world_size: int, group: dist.ProcessGroup | None
     ) -> None:
-        """Starts with none of them held.
-
-        Args:
-            tables: All tables of the collection.
-            keys: By table, in any order; the same on all ranks.
-            rank: This rank.
-            world_size: Ranks that share the tables, at least 2.
+        """Starts with none of `keys` held, by table in any order; those of rank 0 hold for all. Collective.
 
         Raises:
-            ValueError: If there is no such table, or a continuous one has no such row.
+            ValueError: If there is no such table, or a continuous one has no such row; on all ranks.
         """
         self._tables = {table.name: table for table in tables}
         self._rank, self._world_size = rank, world_size
-        self._keys = dict.fromkeys(self._tables, torch.empty(0, dtype=torch.int64))
-        for name, given in keys.items():
-            table = self._tables.get(name)
-            if table is None:
-                raise ValueError(f"hot rows are named of table {name!r}; the tables are {', '.join(self._tables)}")
-            self._keys[name] = distinct_rows(table, given)
+        sent: list[Any] = [None]
+        if rank == 0:
+            try:
+                sent = [self._checked(keys)]
+            except ValueError as problem:
+                sent = [problem]
+        if world_size > 1:
+            dist.broadcast_object_list(sent, group=group, group_src=0)
+        if isinstance(sent[0], ValueError):
+            raise sent[0]
+        self.keys: dict[str, Tensor] = sent[0]
         self.restart()
+
+    def _checked(self, keys: Any) -> dict[str, Tensor]:
+        if not isinstance(keys, Mapping):
+            raise ValueError(f"keys is {type(keys).__name__}; give a dict of the keys of each table's hot rows")
+        for name in keys:
+            if name not in self._tables:
+                raise ValueError(f"hot rows are named of table {name!r}; the tables are {', '.join(self._tables)}")
+        return {name: distinct_rows(table, keys.get(name, ())) for name, table in self._tables.items()}
 
     def restart(self) -> None:
         """Forgets what owners hold, as after a checkpoint was loaded. All ranks do it together."""
-        self._held = {name: torch.zeros_like(keys, dtype=torch.bool) for name, keys in self._keys.items()}
+        self._held = {name: torch.zeros_like(keys, dtype=torch.bool) for name, keys in self.keys.items()}
         self._lookups = 0
-        self._layouts: dict[tuple[str, ...], _Layout] = {}
+        self._layouts: dict[tuple[tuple[str, ...], torch.device], _Layout] = {}
 
     def refresh(self, parts: Mapping[str, Any], device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Called at the begin of each lookup, before anything can fail on a rank alone. Collective."""
         self._lookups += 1
         if self._lookups & (self._lookups - 1) or all(bool(held.all()) for held in self._held.values()):
             return
-        held = torch.cat([self._held_here(name, parts[name], device) for name in self._keys])
+        device = next((parameter.device for part in parts.values() for parameter in part.parameters()), device)
+        held = torch.cat([self._held_here(name, parts[name], device) for name in self.keys])
         dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
-        by_table = cut(held.bool().cpu(), [keys.numel() for keys in self._keys.values()])
-        self._held = dict(zip(self._keys, by_table, strict=True))
+        by_table = cut(held.bool().cpu(), [keys.numel() for keys in self.keys.values()])
+        self._held = dict(zip(self.keys, by_table, strict=True))
         self._layouts = {}
 
     def _held_here(self, name: str, part: Any, device: torch.device) -> Tensor:
         """(keys) 1 for each hot key that this rank owns and holds, as int32."""
-        keys = self._keys[name].to(device)
-        mine = self._route(name, keys)[0] == self._rank
+        keys = self.keys[name].to(device)
+        mine = self._tables[name].route(keys, self._world_size)[0] == self._rank
         if hasattr(part, "find"):  # others than a table of keys hold all rows, or take any when they are asked
             try:
                 mine &= part.find(keys) >= 0
@@ -191,21 +161,15 @@ class HotRows:
                 mine = torch.zeros_like(mine)
         return mine.to(torch.int32)
 
-    def _route(self, name: str, keys: Tensor) -> tuple[Tensor, Tensor]:
-        table = self._tables[name]
-        block = table.rows_per_rank(self._world_size)
-        return route(keys, table.resolved_routing, world_size=self._world_size, block_size=block)
-
     def _layout(self, tables: Sequence[RoutedTable], device: torch.device) -> _Layout:
         names = tuple(dict.fromkeys(table.name for table in tables if table.features))
-        layout = self._layouts.get(names)
-        if layout is None or layout.sent.device != device:
-            layout = self._layouts[names] = self._lay_out(names, device)
-        return layout
+        if (names, device) not in self._layouts:
+            self._layouts[names, device] = self._lay_out(names, device)
+        return self._layouts[names, device]
 
     def _lay_out(self, names: tuple[str, ...], device: torch.device) -> _Layout:
-        keys = {name: self._keys[name][self._held[name]] for name in names}
-        routed = [self._route(name, hot) for name, hot in keys.items()]
+        keys = {name: self.keys[name][self._held[name]] for name in names}
+        routed = [self._tables[name].route(hot, self._world_size) for name, hot in keys.items()]
         none = torch.empty(0, dtype=torch.int64)
         owner, sent = (torch.cat(each) for each in zip((none, none), *routed, strict=True))
         order = torch.argsort(owner, stable=True)
@@ -220,9 +184,9 @@ class HotRows:
             return int(max(0, min(owned[of + 1], stretches[to + 1]) - max(owned[of], stretches[to])))
 
         ranks, mine = range(self._world_size), self._rank
+        by_table = cut(slots.to(device), [len(hot) for hot in keys.values()])
         return _Layout(
-            keys={name: hot.to(device) for name, hot in keys.items()},
-            slots=dict(zip(names, cut(slots.to(device), [len(hot) for hot in keys.values()]), strict=True)),
+            slots={name: (keys[name].to(device), of) for name, of in zip(names, by_table, strict=True)},
             sent=sent[order][owned[mine] : owned[mine + 1]].to(device),
             counts={name: int((of == mine).sum()) for name, (of, _) in zip(names, routed, strict=True)},
             send=[overlap(mine, to) for to in ranks],
@@ -233,15 +197,30 @@ class HotRows:
         )
 
     def split(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[KeyBatch, Tensor, list[int]] | None:
-        """See `_Layout.split`; None where none of these tables has a hot row, or the lookup says what is wrong.
+        """The lookups of other rows; each key's place among their rows and then the slots; and keys of each feature.
+
+        None where none of these tables has a hot row, or the lookup says what is wrong.
 
         Raises:
             ValueError: If the lengths do not add up to the keys, or one is negative.
         """
         layout, lengths = self._layout(tables, part.values.device), part.lengths
         flat = part.values.dim() == 1 and lengths.dim() == 1 and not lengths.is_floating_point()
-        sound = flat and lengths.numel() == sum(part.batch_sizes)
-        return layout.split(part, tables) if layout.size and sound else None
+        if not layout.size or not flat or lengths.numel() != sum(part.batch_sizes):
+            return None
+        if lengths.numel() and int(lengths.min()) < 0:
+            raise ValueError(f"lengths have {int(lengths.min())}; give the number of keys of each row, 0 or more")
+        counts = part.keys_per_feature()
+        if sum(counts) != part.values.numel():
+            raise ValueError(f"lengths add up to {sum(counts)}, but there are {part.values.numel()} keys")
+        by_table = zip(tables, cut(part.values, per_table(counts, tables)), strict=True)
+        slots = torch.cat([find(keys, *layout.slots[table.name]) for table, keys in by_table if table.features])
+        others = slots < 0
+        before = functional.pad(others.cumsum(0), (1, 0))
+        lengths = before[functional.pad(lengths.cumsum(0), (1, 0))].diff()
+        values = part.values[others]
+        order = torch.where(others, before[:-1], slots + values.numel())
+        return replace(part, values=values, lengths=lengths, weights=None), order, counts
 
     def with_hot(
         self, keys: Tensor, incoming: list[list[int]], columns: Sequence[RoutedTable]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer_client.embedding.routing import owners
 from trainer_client.embedding.routing.ownership import as_int64
 from trainer_client.embedding.tables.config import RoutedTable
 from trainer_client.embedding.tables.hot import distinct_rows
@@ -55,8 +54,7 @@ class HotChoice:
     expected: HotCosts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Keys:
+class _Keys(NamedTuple):
     """(keys,) owners, ascending, and chances that a rank wants a key in a step, descending for each owner."""
 
     owner: Array
@@ -138,17 +136,11 @@ def choose_hot_rows(
         raise ValueError(f"ranks_per_node is {ranks_per_node}; give a divisor of world_size {world_size}")
     if distinct_rows(table, keys).numel() < keys.numel():
         raise ValueError("keys has some of them twice; give each once, with the share of batches that look it up")
-    wide, block = as_int64(keys).cpu(), table.rows_per_rank(world_size)
-    owner = owners(wide, table.resolved_routing, world_size=world_size, block_size=block).numpy()
+    wide = as_int64(keys).cpu()
+    owner = table.route(wide, world_size)[0].numpy()
     order = np.lexsort((-share, owner))
     row_bytes = table.embedding_dim * table.dtype.itemsize
-    every = _Keys(
-        owner=owner[order],
-        wanted=share[order],
-        row_bytes=row_bytes,
-        world_size=world_size,
-        ranks_per_link=1 if per_node == world_size else per_node,
-    )
+    every = _Keys(owner[order], share[order], row_bytes, world_size, 1 if per_node == world_size else per_node)
     best = np.zeros(len(order), dtype=bool)
     without = expected = every.costs(best)
     for hot in every.candidates():

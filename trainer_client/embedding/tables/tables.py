@@ -1,12 +1,9 @@
 """The part of a table that one rank owns: by blocks of rows, or by keys inserted on first sight."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer_client.embedding.routing import owners
 from trainer_client.embedding.routing.ownership import as_int64
 from trainer_client.embedding.routing.ownership import fmix64_of as mix
 from trainer_client.embedding.tables.config import RoutedTable
@@ -22,24 +19,12 @@ def initial_rows(keys: Tensor, table: RoutedTable) -> Tensor:
     return rows.to(table.dtype)
 
 
-class OwnedTable(Protocol):
-    """What the collection and the checkpoints ask of a rank's part of a table."""
-
-    weight: nn.Parameter
-    refuses: bool
-    """Whether a lookup may raise on one rank alone, so that ranks must compare notes; alike on all ranks."""
-
-    def __call__(self, indices: Tensor) -> Tensor:
-        """Embeddings (n x dim) of what bucketize sent (n)."""
-
-    def held_keys(self) -> Tensor:
-        """Keys held here (n), in the order of the first n rows of `weight`."""
-
-    def place(self, keys: Tensor) -> Tensor:
-        """Rows of `weight` for keys (n); new ones take the next free rows in the order in which they come."""
-
-    def reset_parameters(self) -> None:
-        """Makes the table as it was when it was new."""
+def find(keys: Tensor, sorted_keys: Tensor, numbers: Tensor) -> Tensor:
+    """The number of each of (n) keys in a map; -1 where it has none."""
+    if not sorted_keys.numel():
+        return torch.full_like(keys, -1)
+    at = torch.searchsorted(sorted_keys, keys).clamp_(max=sorted_keys.numel() - 1)
+    return torch.where(sorted_keys[at] == keys, numbers[at], -1)
 
 
 class BlockTable(TablePart):
@@ -165,7 +150,7 @@ class KeyTable(TablePart):
         keys, rows = self.sorted_keys[:used], self.sorted_rows[:used].sort().values
         fine = (rows == torch.arange(used, device=rows.device)).all() & (keys[1:] > keys[:-1]).all()
         if self.table.resolved_routing.dist_type != "continuous":
-            fine &= (owners(keys, self.table.resolved_routing, world_size=self.world_size) == self.rank).all()
+            fine &= (self.table.route(keys, self.world_size)[0] == self.rank).all()
         if not bool(fine):
             raise ValueError(
                 f"table {self.table.name}: its keys were overwritten by something that is no part of it, such as a "
@@ -177,10 +162,7 @@ class KeyTable(TablePart):
     def find(self, keys: Tensor) -> Tensor:
         """Rows of int64 keys (n); -1 where a key is unknown."""
         used = self.used
-        if used == 0:
-            return torch.full_like(keys, -1)
-        at = torch.searchsorted(self.sorted_keys[:used], keys).clamp_(max=used - 1)
-        return torch.where(self.sorted_keys[at] == keys, self.sorted_rows[at], -1)
+        return find(keys, self.sorted_keys[:used], self.sorted_rows[:used])
 
     def place(self, keys: Tensor) -> Tensor:
         """Rows of keys; new ones take the next free rows, in the order in which they come, with their initial values.

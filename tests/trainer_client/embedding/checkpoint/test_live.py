@@ -1,7 +1,5 @@
 """Saving by several processes over Gloo, and loading under other modes and numbers of ranks."""
 
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.redistribution.pool import GlooRanks, group_of
 from tests.trainer_client.embedding.checkpoint.dumps import DIM, NUM_EMBEDDINGS, write_dump
+from tests.trainer_client.embedding.keys import OnRanks, batch_of
 from trainer_client.embedding.checkpoint import (
     CheckpointError,
     RoutingMismatchError,
@@ -24,9 +22,9 @@ from trainer_client.embedding.checkpoint import (
     open_checkpoint,
     save,
 )
-from trainer_client.embedding.checkpoint.files import Staging
+from trainer_client.embedding.checkpoint.files import staging
 from trainer_client.embedding.routing import DIST_TYPES, RoutingLike, hash_roundrobin, owners, roundrobin
-from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
+from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
 
 
 def make_tables(users: RoutingLike, items: RoutingLike) -> list[RoutedTable]:
@@ -42,14 +40,9 @@ def train(collection: RoutedEmbeddingCollection, optimizer: torch.optim.Optimize
         generator = torch.Generator().manual_seed(31 * step + rank)
         users = torch.randint(0, 70, (20,), generator=generator)
         items = torch.randint(-40, 40, (30,), generator=generator) * 12
-        batch = KeyBatch(
-            features=["user", "item"],
-            values=torch.cat([users, items]),
-            lengths=torch.tensor([20, 30]),
-            batch_sizes=[1, 1],
-        )
         optimizer.zero_grad()
-        loss = torch.stack([value.square().sum() for value in collection(batch).values()]).sum()
+        found = collection(batch_of(user=users, item=items))
+        loss = torch.stack([value.square().sum() for value in found.values()]).sum()
         loss.backward()
         optimizer.step()
         total += float(loss.detach())
@@ -114,18 +107,13 @@ def save_and_load(trip: RoundTrip, root: str) -> list[dict[Any, list[torch.Tenso
     return [before, after]
 
 
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[GlooRanks]:
-    pool = GlooRanks(4)
-    yield pool
-    pool.close()
-
-
 @settings(max_examples=15, deadline=None)
 @given(TRIPS)
-def test_what_ranks_save_any_ranks_load_under_any_routing(gloo: GlooRanks, trip: RoundTrip) -> None:
-    with tempfile.TemporaryDirectory() as root:
-        ranks = gloo.call(save_and_load, [(trip, root)] * max(trip.saved_by, trip.loaded_by))
+def test_what_ranks_save_any_ranks_load_under_any_routing(
+    gloo: GlooRanks, tmp_path_factory: pytest.TempPathFactory, trip: RoundTrip
+) -> None:
+    root = str(tmp_path_factory.mktemp("trip"))
+    ranks = gloo.call(save_and_load, [(trip, root)] * max(trip.saved_by, trip.loaded_by))
     before: dict[Any, list[torch.Tensor]] = {}
     after: dict[Any, list[torch.Tensor]] = {}
     for saved, loaded in ranks:
@@ -189,17 +177,17 @@ def test_a_key_that_comes_twice_is_named_with_its_file(tmp_path: Path) -> None:
             load(RoutedEmbeddingCollection([table]), here)
 
 
-def load_what_one_rank_cannot(rank: int, root: str) -> None:
+def load_what_one_rank_cannot(_: int, root: str) -> None:
     table = RoutedTable(name="items", embedding_dim=DIM, features=("item",), num_embeddings=NUM_EMBEDDINGS)
     with pytest.raises(CheckpointError, match=r"rank_1\.world_size_2: key -?\d+ of table items is in the"):
         load(RoutedEmbeddingCollection([table]), Path(root) / "dump")
 
 
-def test_what_is_wrong_for_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+def test_what_is_wrong_for_one_rank_is_an_error_on_all(two: OnRanks, tmp_path: Path) -> None:
     write_dump(tmp_path / "dump", roundrobin(), 2, counter=False)
     for file in (tmp_path / "dump").glob("items_emb_*.rank_1.world_size_2"):
         file.write_bytes(file.read_bytes() * 2)
-    run_ranks(2, load_what_one_rank_cannot, str(tmp_path))
+    two(load_what_one_rank_cannot, str(tmp_path))
 
 
 def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
@@ -212,14 +200,14 @@ def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
     file.write_text("notes")
     save(collection, tmp_path / "step-1")
     link.symlink_to("step-1")
-    for target, said in (
+    for target, words in (
         (mixed, "holds 'dense.pt', 'logs', which belong to no checkpoint of tables and would be gone"),
         (file, "is a file and no checkpoint"),
         (link, "is a symbolic link"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=words):
             save(collection, target, overwrite=True)
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=words):
             convert(open_checkpoint(tmp_path / "step-1"), target, world_size=2, overwrite=True)
     assert (mixed / "dense.pt").read_bytes() == b"the rest of the model"
     assert file.read_text() == "notes"
@@ -227,10 +215,11 @@ def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     save(collection, tmp_path / "nothing", overwrite=True)
     assert load(collection, tmp_path / "nothing") == load(collection, tmp_path / "step-1")
-    staging = Staging(tmp_path / "later", overwrite=True)
-    (tmp_path / "later" / "logs").mkdir(parents=True)  # while it is written
-    with pytest.raises(CheckpointError, match="holds 'logs'"):
-        staging.publish()
+    with (
+        pytest.raises(CheckpointError, match="holds 'logs'"),
+        staging(tmp_path / "later", overwrite=True),
+    ):
+        (tmp_path / "later" / "logs").mkdir(parents=True)  # while it is written
     assert (tmp_path / "later" / "logs").exists()
 
 

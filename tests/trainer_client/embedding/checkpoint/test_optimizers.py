@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.trainer_client.embedding.keys import batch_of
 from trainer_client.embedding.checkpoint import CheckpointError, convert, load, open_checkpoint, save
 from trainer_client.embedding.checkpoint.dcp import RECORD
 from trainer_client.embedding.checkpoint.record import from_json, to_json
-from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
+from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
 
 
 def make(names: str = "a", **changes: Any) -> RoutedEmbeddingCollection:
@@ -21,15 +22,7 @@ def make(names: str = "a", **changes: Any) -> RoutedEmbeddingCollection:
 
 
 def step(collection: RoutedEmbeddingCollection, optimizers: list[torch.optim.Optimizer], keys: Tensor) -> None:
-    features = [table.name for table in collection.configs]
-    found = collection(
-        KeyBatch(
-            features=features,
-            values=keys.repeat(len(features)),
-            lengths=torch.full((len(features),), keys.numel()),
-            batch_sizes=[1] * len(features),
-        )
-    )
+    found = collection(batch_of(**{table.name: keys for table in collection.configs}))
     for optimizer in optimizers:
         optimizer.zero_grad()
     torch.stack([(rows - 1).square().sum() for rows in found.values()]).sum().backward()

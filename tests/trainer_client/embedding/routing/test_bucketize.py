@@ -1,4 +1,5 @@
 import os
+import re
 
 import fbgemm_gpu  # noqa: F401  (loads the operator that is the independent reference)
 import pytest
@@ -8,8 +9,27 @@ from hypothesis import strategies as st
 
 from benchmarks.references.bucketize import bucketize as reference
 from tests.trainer_client.embedding.routing.batches import MODES, Batch, make_batch
-from tests.trainer_client.embedding.routing.strategies import batches
-from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous
+from trainer_client.embedding.routing import Bucketized, Routing, block_bucketize, continuous, cpu, cuda
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, modes: tuple[Routing, ...] = MODES, negative: bool | None = None) -> Batch:
+    num_features = draw(st.integers(0, 5))
+    index_dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    return make_batch(
+        draw(st.integers(0, 2**32)),
+        num_features=num_features,
+        max_rows=draw(st.sampled_from([0, 1, 7, 40])),
+        max_length=draw(st.sampled_from([0, 1, 5, 70])),
+        world_size=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 63, 64, 255, 256, 1000, 4096])),
+        routings=draw(st.lists(st.sampled_from(modes), min_size=num_features, max_size=num_features)),
+        index_dtype=index_dtype,
+        length_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        weight_dtype=draw(st.sampled_from([None, torch.float32, torch.float64])),
+        variable=draw(st.booleans()),
+        negative=draw(st.booleans()) if negative is None else negative and index_dtype == torch.int64,
+        giant=draw(st.integers(0, 9)) == 0,
+    )
 
 
 def assert_same(ours: tuple[torch.Tensor | None, ...], theirs: tuple[torch.Tensor | None, ...]) -> None:
@@ -130,8 +150,6 @@ def test_refusals_name_field_and_value(change: dict[str, object], message: str) 
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    from trainer_client.embedding.routing import cpu
-
     parents = cpu._pool(1)
     assert parents.submit(int, 7).result(timeout=60) == 7
     child = os.fork()
@@ -139,3 +157,15 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         good = cpu._pool(1) is not parents and cpu._pool(1).submit(int, 8).result(timeout=60) == 8
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_parameters_of_cuda_kernels_are_those_of_the_structure_in_order() -> None:
+    text = cuda.source()
+    body = re.sub(r"//.*", "", text[text.index("struct Params {") : text.index("};", text.index("struct Params {"))])
+    names = [
+        name.strip(" *\n")
+        for line in body.split("{")[1].split(";")
+        for name in re.sub(r"^\s*(const )?\w+\b\*?", "", line).split(",")
+        if name.strip()
+    ]
+    assert names == [name for name, _ in cuda._Params._fields_]

@@ -1,8 +1,6 @@
 """Collections with hot rows beside the same without, on real Gloo ranks."""
 
 import copy
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.redistribution.pool import GlooRanks, group_of
+from tests.trainer_client.embedding.keys import OnRanks, batch_of, look_up
 from trainer_client.embedding.checkpoint import load, save
 from trainer_client.embedding.routing import DIST_TYPES, RoutingLike, hash_roundrobin
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable, clip_grad_norm_
@@ -108,7 +106,7 @@ class Training:
         return RoutedTable(name=name, routing=how[0], pooling=how[1], **changes)
 
     def step(self, number: int) -> dict[str, Tensor]:
-        results: dict[str, Tensor] = self.collection(batch_of(self.program, number, self.rank))
+        results: dict[str, Tensor] = self.collection(draw_batch(self.program, number, self.rank))
         if number % 2 == 0 or not self.program.accumulated:
             self.optimizer.zero_grad()
         losses = [(result - at).square().sum() for at, result in enumerate(results.values())]
@@ -128,7 +126,7 @@ class Training:
         return found
 
 
-def batch_of(program: Program, step: int, rank: int) -> KeyBatch:
+def draw_batch(program: Program, step: int, rank: int) -> KeyBatch:
     generator = torch.Generator().manual_seed(program.seed + 10 * step + rank)
     size = program.sizes[step % len(program.sizes)][rank]
     lengths = torch.randint(0, 6, (4 * size,), generator=generator)
@@ -164,18 +162,11 @@ def train_both(program: Program) -> None:
     for evaluated in (hot, plain):
         evaluated.collection.eval()
     with torch.no_grad():
-        batch = batch_of(program, 77, hot.rank)
+        batch = draw_batch(program, 77, hot.rank)
         assert_alike(hot.collection(batch), plain.collection(batch))
 
 
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[GlooRanks]:
-    pool = GlooRanks(4)
-    yield pool
-    pool.close()
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(PROGRAMS)
 def test_training_with_hot_rows_is_training_without(gloo: GlooRanks, program: Program) -> None:
     gloo.call(train_both, [(program,)] * program.world_size)
@@ -196,112 +187,113 @@ def save_and_go_on(program: Program, ranks: int, hot: list[dict[str, list[int]]]
     if rank < ranks:
         loaded = [Training(program, ranks) for _ in folders]
         hold(loaded[1], hot[1])
-        for _ in range(2):  # the second time into what has trained already, its hot rows known
+        for steps in (range(2, 5), range(2, 3)):  # the second time into what has trained already, its hot rows known
             for training, folder in zip(loaded, folders, strict=True):
                 load(training.collection, folder, optimizer=training.optimizer)
-            for number in range(2, 5):
+            for number in steps:
                 assert_alike(loaded[1].step(number), loaded[0].step(number))
                 assert_alike(loaded[1].rows(), loaded[0].rows())
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(PROGRAMS.filter(lambda each: each.optimizer != "Adafactor"), st.integers(1, 4), st.lists(HOT, min_size=2))
 def test_checkpoints_know_nothing_of_hot_rows(
-    gloo: GlooRanks, program: Program, ranks: int, hot: list[dict[str, list[int]]]
+    gloo: GlooRanks,
+    tmp_path_factory: pytest.TempPathFactory,
+    program: Program,
+    ranks: int,
+    hot: list[dict[str, list[int]]],
 ) -> None:
-    with tempfile.TemporaryDirectory() as root:
-        gloo.call(save_and_go_on, [(program, ranks, hot, root)] * max(program.world_size, ranks))
+    root = str(tmp_path_factory.mktemp("checkpoints"))
+    gloo.call(save_and_go_on, [(program, ranks, hot, root)] * max(program.world_size, ranks))
 
 
 TABLE = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=40, capacity=8)
 
 
-def look_up(collection: RoutedEmbeddingCollection, keys: list[int]) -> Tensor:
-    values, lengths = torch.tensor(keys, dtype=torch.int64), torch.tensor([len(keys)])
-    found: Tensor = collection(KeyBatch(features=["f"], values=values, lengths=lengths, batch_sizes=[1]))["f"]
-    return found
-
-
-def count_lookups(rank: int, deduplicate: bool) -> list[int]:
+def count_lookups(_: int, deduplicate: bool) -> list[int]:
     """Rows that this rank's part of the table looks up in each step."""
     collection = RoutedEmbeddingCollection([TABLE], deduplicate=deduplicate)
     collection.hold_hot_rows({"t": torch.tensor([0, 2, 4, 6, 30])})
     counts: list[int] = []
     collection.tables["t"].register_forward_pre_hook(lambda _, keys: counts.append(keys[0].numel()))
-    for keys in ([0, 2, 4, 6], [0, 2, 4, 6, 0, 1], [] if rank else [0, 0, 30], [30]):
-        look_up(collection, keys).sum().backward()
+    for keys in ([0, 2, 4, 6], [0, 2, 4, 6, 0, 1], [] if collection.rank else [0, 0, 30], [30]):
+        look_up(collection, f=keys).sum().backward()
     return counts
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-def test_lookups_of_hot_rows_stay_at_home_once_their_keys_have_rows(deduplicate: bool) -> None:
-    owner, other = run_ranks(2, count_lookups, deduplicate)
+def test_lookups_of_hot_rows_stay_at_home_once_their_keys_have_rows(two: OnRanks, deduplicate: bool) -> None:
+    owner, other = two(count_lookups, deduplicate)
     # Keys 0 to 6 get rows in the first step, 30 in the third; what is held is asked in lookups 1, 2 and 4.
     assert owner == [8, 4, 5, 5]
     assert other == [0, 2, 0, 0]
 
 
-def bring_back(rank: int) -> list[int]:
+def bring_back(_: int) -> list[int]:
     """Rows that ranks hold after a state dict of before the hot rows' first lookup was loaded, and a lookup."""
     collection = RoutedEmbeddingCollection([TABLE])
-    look_up(collection, [1])
+    look_up(collection, f=[1])
     before = copy.deepcopy(collection.state_dict())
     collection.hold_hot_rows({"t": torch.tensor([4, 5])})
     for _ in range(2):
-        look_up(collection, [4, 5])
+        look_up(collection, f=[4, 5])
     collection.load_state_dict(before)
     other = copy.deepcopy(collection)
-    assert torch.equal(look_up(collection, [4]), look_up(other, [4]))
+    assert torch.equal(look_up(collection, f=[4]), look_up(other, f=[4]))
     return [each.tables["t"].used for each in (collection, other)]
 
 
-def test_keys_that_a_state_dict_lacks_take_no_row_before_they_are_looked_up() -> None:
-    assert run_ranks(2, bring_back) == [[1, 1], [1, 1]]
+def test_keys_that_a_state_dict_lacks_take_no_row_before_they_are_looked_up(two: OnRanks) -> None:
+    assert two(bring_back) == [[1, 1], [1, 1]]
 
 
-def train_in_halves(rank: int, dtype: torch.dtype) -> float:
-    """How far values of a half type get from those without hot rows, over the largest."""
-    values = []
+def train_in_halves(rank: int, dtype: torch.dtype, deduplicate: bool) -> tuple[float, bool]:
+    """How far values of a half type get from those without hot rows, over the largest; and gradients near its end."""
+    values, finite = [], True
     for hot in ({}, {"t": torch.arange(6)}):
-        collection = RoutedEmbeddingCollection([replace(TABLE, dtype=dtype)], gradient_divide_factor=1.0)
+        table = replace(TABLE, dtype=dtype)
+        collection = RoutedEmbeddingCollection([table], gradient_divide_factor=1.0, deduplicate=deduplicate)
         collection.hold_hot_rows(hot)
         optimizer = torch.optim.SGD(collection.parameters(), lr=0.05)
         for step in range(4):
             optimizer.zero_grad()
-            look_up(collection, [0, 1, 2, 3, 4, 5, 6 + step, rank]).float().sub(1).square().sum().backward()
+            look_up(collection, f=[0, 1, 2, 3, 4, 5, 6 + step, rank]).float().sub(1).square().sum().backward()
             optimizer.step()
         values.append(next(collection.parameters()).detach().float())
-    return float((values[0] - values[1]).abs().max() / values[0].abs().max())
+        collection.gradient_divide_factor = 2.0
+        optimizer.zero_grad()
+        look_up(collection, f=[0] * 16 if rank else [1]).mul(8000).sum().backward()  # 64,000, which is half of the sum
+        finite = finite and bool(next(collection.parameters()).grad.isfinite().all())  # type: ignore[union-attr]
+    return float((values[0] - values[1]).abs().max() / values[0].abs().max()), finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_are_trained_alike_up_to_their_rounding(dtype: torch.dtype) -> None:
-    assert max(run_ranks(2, train_in_halves, dtype)) <= 4 * torch.finfo(dtype).eps
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_half_types_are_trained_alike_up_to_their_rounding(two: OnRanks, dtype: torch.dtype, deduplicate: bool) -> None:
+    apart, finite = zip(*two(train_in_halves, dtype, deduplicate), strict=True)
+    assert max(apart) <= 4 * torch.finfo(dtype).eps
+    assert all(finite)
 
 
 def fail_with_hot_rows(rank: int) -> list[str]:
     continuous = RoutedTable(name="c", embedding_dim=2, features=("g",), num_embeddings=9, routing="continuous")
     collection = RoutedEmbeddingCollection([TABLE, continuous])
     errors = []
-    for wrong in ({"x": [1]}, {"c": [3, 9]}, {"c": [-1]}, {"t": [0.5]}):
+    wrong: list[Any] = [{"x": [1]}, {"c": [3, 9]}, {"c": [-1]}, {"t": [0.5]}, {"t": "all"}, torch.tensor([1, 2])]
+    for keys in wrong:
         with pytest.raises(ValueError, match=r".*") as raised:
-            collection.hold_hot_rows({name: torch.tensor(keys) for name, keys in wrong.items()})
-        errors.append(str(raised.value))
-    unreadable: Any
-    for unreadable in ({"t": "all"}, torch.tensor([1, 2])):
-        with pytest.raises(ValueError, match=r".*") as raised:
-            collection.hold_hot_rows(unreadable if rank == 0 else None)
+            collection.hold_hot_rows(keys if rank == 0 else None)
         errors.append(str(raised.value))
     collection = RoutedEmbeddingCollection([TABLE])
     collection.hold_hot_rows({"t": torch.arange(6)})
     for _ in range(2):
-        look_up(collection, [0, 1, 2, 3])
-    good = KeyBatch(features=["f"], values=torch.tensor([0, 9]), lengths=torch.tensor([2]), batch_sizes=[1])
+        look_up(collection, f=[0, 1, 2, 3])
+    good = batch_of(f=[0, 9])
     wrong_length = replace(good, lengths=torch.tensor([5]))
     negative = replace(good, lengths=torch.tensor([-1, 3]), batch_sizes=[2])
     flat = replace(good, values=good.values.view(1, 2))
-    too_many = replace(good, values=torch.arange(0, 40, 2), lengths=torch.tensor([20]))
-    for bad in (replace(good, features=["g"]), wrong_length, negative, flat, too_many):
+    for bad in (batch_of(g=[0, 9]), wrong_length, negative, flat, batch_of(f=range(0, 40, 2))):
         with pytest.raises((ValueError, RuntimeError)) as refused:
             collection(bad if rank == 1 else good)
         errors.append(str(refused.value))
@@ -309,8 +301,8 @@ def fail_with_hot_rows(rank: int) -> list[str]:
     return errors
 
 
-def test_what_one_rank_refuses_is_raised_on_all() -> None:
-    first, second = run_ranks(2, fail_with_hot_rows)
+def test_what_one_rank_refuses_is_raised_on_all(two: OnRanks) -> None:
+    first, second = two(fail_with_hot_rows)
     assert first == second
     parts = (
         "hot rows are named of table 'x'; the tables are t, c",
@@ -334,17 +326,17 @@ def load_elsewhere(rank: int) -> list[list[float]]:
     unused = RoutedTable(name="a", embedding_dim=2, features=(), num_embeddings=40, routing="continuous")
     collection = RoutedEmbeddingCollection([unused, TABLE], deduplicate=False)
     model = torch.nn.ModuleDict({"tables": collection, "dense": torch.nn.Linear(2, 2)})
-    plain = look_up(collection, [0, 1, 5]).tolist()
+    plain = look_up(collection, f=[0, 1, 5]).tolist()
     collection.hold_hot_rows({"a": torch.arange(7), "t": torch.tensor([0, 1, 5])})
     for _ in range(3):
-        assert look_up(collection, [0, 1, 5]).tolist() == plain
+        assert look_up(collection, f=[0, 1, 5]).tolist() == plain
     if rank == 0:
         model.load_state_dict({"dense.bias": torch.zeros(2)}, strict=False)
-    result: list[list[float]] = look_up(collection, [0, 1, 5]).tolist()
+    result: list[list[float]] = look_up(collection, f=[0, 1, 5]).tolist()
     assert result == plain
     return result
 
 
-def test_a_state_without_rows_and_a_table_without_features_change_nothing() -> None:
-    first, second = run_ranks(2, load_elsewhere)
+def test_a_state_without_rows_and_a_table_without_features_change_nothing(two: OnRanks) -> None:
+    first, second = two(load_elsewhere)
     assert first == second

@@ -1,20 +1,18 @@
 """Hot rows as they are chosen, beside what ranks ask of owners with batches that are drawn."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_client.embedding.routing import DIST_TYPES, owners
-from trainer_client.embedding.tables import HotChoice, RoutedTable, choose_hot_rows
+from trainer_client.embedding.routing import DIST_TYPES
+from trainer_client.embedding.tables import RoutedTable, choose_hot_rows
 
-ROWS, RANKS, LOOKUPS = 4_000, 8, 3_000
+ROWS, RANKS, LOOKUPS, STEPS = 4_000, 8, 3_000, 3
 TABLE = RoutedTable(name="t", embedding_dim=32, features=("f",), num_embeddings=ROWS)
 ROW_BYTES = 128
-
-
-def table_of(routing: str) -> RoutedTable:
-    return RoutedTable(name="t", embedding_dim=32, features=("f",), num_embeddings=ROWS, routing=routing)
 
 
 def wanted_by(share: torch.Tensor, lookups: float) -> torch.Tensor:
@@ -22,18 +20,19 @@ def wanted_by(share: torch.Tensor, lookups: float) -> torch.Tensor:
     return 1 - (1 - share / share.sum()) ** lookups
 
 
-def asked(table: RoutedTable, share: torch.Tensor, choice: HotChoice, *, hot: bool) -> tuple[float, float]:
-    """Of drawn batches, each key of a rank sent once: bytes that a rank sends, and the heaviest owner over the mean."""
+def draw(share: torch.Tensor) -> list[torch.Tensor]:
+    """Keys of some batches of all ranks, each key of a batch once."""
     generator = torch.Generator().manual_seed(1)
-    loads, steps = torch.zeros(RANKS), 3
-    for _ in range(steps * RANKS):
-        keys = torch.multinomial(share, LOOKUPS, replacement=True, generator=generator).unique()
-        if hot:
-            keys = keys[~torch.isin(keys, choice.keys)]
-        block = table.rows_per_rank(RANKS)
-        owner = owners(keys, table.resolved_routing, world_size=RANKS, block_size=block)
-        loads += torch.bincount(owner, minlength=RANKS)
-    sent = float(loads.sum()) / RANKS / steps * (RANKS - 1) / RANKS * (2 * ROW_BYTES + 8)
+    batches = (torch.multinomial(share, LOOKUPS, replacement=True, generator=generator) for _ in range(STEPS * RANKS))
+    return [keys.unique() for keys in batches]
+
+
+def asked(table: RoutedTable, batches: list[torch.Tensor], hot: torch.Tensor) -> tuple[float, float]:
+    """Bytes that a rank sends, and the heaviest owner over the mean."""
+    keys = torch.cat(batches)
+    keys = keys[~torch.isin(keys, hot)]
+    loads = torch.bincount(table.route(keys, RANKS)[0], minlength=RANKS).float()
+    sent = float(loads.sum()) / RANKS / STEPS * (RANKS - 1) / RANKS * (2 * ROW_BYTES + 8)
     return sent, float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
@@ -42,15 +41,16 @@ def asked(table: RoutedTable, share: torch.Tensor, choice: HotChoice, *, hot: bo
 def test_what_is_expected_of_a_choice_comes_about(
     routing: str, exponent: float, per_node: int | None, memory: float
 ) -> None:
-    table, share = table_of(routing), torch.arange(1, ROWS + 1).double() ** -exponent
+    table, share = replace(TABLE, routing=routing), torch.arange(1, ROWS + 1).double() ** -exponent
     choice = choose_hot_rows(
         table, torch.arange(ROWS), wanted_by(share, LOOKUPS), world_size=RANKS, ranks_per_node=per_node,
         memory_bytes=memory,
     )  # fmt: skip
     assert choice.memory_bytes == len(choice.keys) * 2 * ROW_BYTES <= memory
     assert choice.expected.busiest_link_bytes <= choice.without.busiest_link_bytes
-    for costs, hot in ((choice.without, False), (choice.expected, True)):
-        sent, heaviest = asked(table, share, choice, hot=hot)
+    batches = draw(share)
+    for costs, hot in ((choice.without, choice.keys[:0]), (choice.expected, choice.keys)):
+        sent, heaviest = asked(table, batches, hot)
         assert sent == pytest.approx(costs.all_to_all_bytes, rel=0.05, abs=50 * ROW_BYTES)
         if sent > 1000 * ROW_BYTES:
             assert heaviest == pytest.approx(costs.heaviest_owner, rel=0.15)
@@ -61,7 +61,7 @@ def test_owners_of_a_few_popular_rows_become_as_loaded_as_the_others() -> None:
     share = torch.ones(ROWS * 100).double()
     hot = torch.arange(0, ROWS * 100 // RANKS, 200)
     share[hot] += (2.8 - 1) / (RANKS - 1) / (1 - 1.8 / 7) * len(share) / len(hot)
-    table = RoutedTable(name="t", embedding_dim=512, features=("f",), num_embeddings=len(share), routing="continuous")
+    table = replace(TABLE, embedding_dim=512, num_embeddings=len(share), routing="continuous")
     choice = choose_hot_rows(table, torch.arange(len(share)), wanted_by(share, 2_000), world_size=RANKS)
     assert choice.without.heaviest_owner > 1.5
     assert choice.expected.heaviest_owner < 1.05
@@ -82,6 +82,7 @@ def test_no_row_is_hot_where_none_is_wanted_by_many() -> None:
     choice = choose_hot_rows(TABLE, torch.arange(ROWS), torch.full((ROWS,), 0.05), world_size=RANKS)
     assert not choice.keys.numel()
     assert choice.expected == choice.without
+    assert not choose_hot_rows(TABLE, torch.arange(0), torch.ones(0), world_size=8).keys.numel()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,3 @@ def test_what_cannot_be_chosen_from_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         choose_hot_rows(TABLE, torch.tensor(keys), torch.tensor(wanted), world_size=8, ranks_per_node=per_node)
-
-
-def test_of_no_keys_none_is_hot() -> None:
-    assert not choose_hot_rows(TABLE, torch.arange(0), torch.ones(0), world_size=8).keys.numel()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.embedding.keys import OnRanks, batch_of
 from trainer_client.embedding.routing import RoutingLike, hash_roundrobin
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
 
@@ -29,11 +29,6 @@ def make_tables(routing: RoutingLike = "roundrobin", **changes: Any) -> list[Rou
         ),
         RoutedTable(name="users", embedding_dim=4, features=("user",), num_embeddings=9, routing="continuous"),
     ]
-
-
-def make_batch(items: Tensor, users: Tensor) -> KeyBatch:
-    lengths = torch.tensor([items.numel(), users.numel()])
-    return KeyBatch(features=["item", "user"], values=torch.cat([items, users]), lengths=lengths, batch_sizes=[1, 1])
 
 
 class Model(nn.Module):
@@ -53,9 +48,9 @@ def train(model: nn.Module, steps: range, rank: int = 0) -> torch.optim.Optimize
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for step in steps:
         draw = torch.Generator().manual_seed(7 * step + rank)
-        batch = make_batch(KEYS[torch.randint(0, 80, (6,), generator=draw)], torch.randint(0, 9, (3,), generator=draw))
+        items, users = (torch.randint(0, most, (count,), generator=draw) for most, count in ((80, 6), (9, 3)))
         optimizer.zero_grad()
-        model(batch).square().sum().backward()
+        model(batch_of(item=KEYS[items], user=users)).square().sum().backward()
         optimizer.step()
     return optimizer
 
@@ -63,12 +58,12 @@ def train(model: nn.Module, steps: range, rank: int = 0) -> torch.optim.Optimize
 def values(model: nn.Module) -> Tensor:
     """What the model says of all keys, in evaluation."""
     model.eval()
-    found: Tensor = model(make_batch(KEYS, torch.arange(9))).detach()
+    found: Tensor = model(batch_of(item=KEYS, user=range(9))).detach()
     model.train()
     return found
 
 
-def test_a_state_dict_brings_back_all_rows_and_training_goes_on_alike() -> None:
+def test_a_state_dict_or_a_pickle_brings_back_all_rows_and_training_goes_on_alike() -> None:
     first, second = Model(), Model()
     train(first, range(3))
     train(second, range(5, 7))  # other keys, which must be gone
@@ -79,9 +74,14 @@ def test_a_state_dict_brings_back_all_rows_and_training_goes_on_alike() -> None:
     for assign in (False, True):
         second.load_state_dict(loaded, assign=assign)
         assert torch.equal(values(second), values(first))
-    for model in (first, second):
+    pickled = io.BytesIO()
+    torch.save(first, pickled)
+    pickled.seek(0)
+    third = torch.load(pickled, weights_only=False)
+    for model in (first, second, third):
         train(model, range(10, 13))
     assert torch.equal(values(second), values(first))
+    assert torch.equal(values(third), values(first))
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -134,7 +134,7 @@ def test_copies_are_apart_and_averages_follow_the_keys() -> None:
         expected = weight.clone() if expected is None else expected + 0.5 * (weight - expected)
     average.eval()
     held = model.sparse[0].tables["items.main"].held_keys()  # type: ignore[union-attr,index]
-    rows = average.module.sparse(make_batch(held, torch.arange(0)))["item"]
+    rows = average.module.sparse(batch_of(item=held, user=[]))["item"]
     assert expected is not None
     torch.testing.assert_close(rows, expected[: held.numel()])
     assert held.numel() > 8
@@ -157,19 +157,6 @@ def test_a_map_of_keys_that_something_else_wrote_is_noticed(harm: str) -> None:
         values(model)
 
 
-def test_a_module_can_be_pickled_by_a_rank_for_itself() -> None:
-    model = Model()
-    train(model, range(2))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    assert torch.equal(values(again), values(model))
-    train(again, range(4, 6))
-    train(model, range(4, 6))
-    assert torch.equal(values(again), values(model))
-
-
 def test_other_dtypes_and_devices_are_those_of_the_rows() -> None:
     model = Model()
     train(model, range(2))
@@ -179,12 +166,12 @@ def test_other_dtypes_and_devices_are_those_of_the_rows() -> None:
         assert values(other).dtype == dtype
         torch.testing.assert_close(values(other), expected.to(dtype), rtol=0.05, atol=0.02)
         other.train()
-        assert other(make_batch(KEYS, torch.arange(9))).dtype == dtype
+        assert other(batch_of(item=KEYS, user=range(9))).dtype == dtype
     empty = RoutedEmbeddingCollection(make_tables(), device="meta").to_empty(device="cpu")
     for owned in empty.tables.values():
         owned.reset_parameters()
     fresh = RoutedEmbeddingCollection(make_tables())
-    batch = make_batch(KEYS, torch.arange(9))
+    batch = batch_of(item=KEYS, user=range(9))
     assert all(torch.equal(empty(batch)[name], rows) for name, rows in fresh(batch).items())
 
 
@@ -222,5 +209,5 @@ def keep_and_bring_back(rank: int, folder: str) -> None:
     assert copy.deepcopy(own).group is own.group
 
 
-def test_each_rank_gets_its_own_rows_back(tmp_path: Path) -> None:
-    run_ranks(2, keep_and_bring_back, str(tmp_path))
+def test_each_rank_gets_its_own_rows_back(two: OnRanks, tmp_path: Path) -> None:
+    two(keep_and_bring_back, str(tmp_path))
