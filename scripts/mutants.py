@@ -48,6 +48,10 @@ AREAS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and their
         f"{EMBEDDING}/checkpoint", "convert record files optimizers",
         f"{EMBEDDING}/checkpoint/test_convert {EMBEDDING}/checkpoint/test_optimizers",
     ),
+    "hot": (
+        f"{EMBEDDING}/tables", "hot hot_choice",
+        f"{EMBEDDING}/tables/test_hot_choice {EMBEDDING}/tables/test_hot",
+    ),
     "solver": (
         "evenkeel/placement", "search program trivial",
         " ".join(f"evenkeel/placement/test_{name}" for name in ("bounds", "search", "planner")),

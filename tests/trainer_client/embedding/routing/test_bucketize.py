@@ -71,7 +71,7 @@ def test_a_batch_of_several_chunks_equals_the_definition() -> None:
         7,
         num_features=3,
         max_rows=3000,
-        max_length=900,
+        max_length=250,
         world_size=13,
         routings=list(MODES[:3]),
         weight_dtype=torch.float32,

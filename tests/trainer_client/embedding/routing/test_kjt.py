@@ -80,8 +80,9 @@ def test_the_lower_bound_is_met_by_brute_force() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         counts = torch.randint(1, 9, (6,), generator=generator)
+        numbers = counts.tolist()
         best = min(
-            max(sum(int(c) for c, r in zip(counts, choice, strict=True) if r == rank) for rank in range(3))
+            max(sum(count for count, owner in zip(numbers, choice, strict=True) if owner == rank) for rank in range(3))
             for choice in itertools.product(range(3), repeat=6)
         )
         assert lower_bound(counts, 3) <= best
