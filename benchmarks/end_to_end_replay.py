@@ -42,7 +42,7 @@ from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
 from trainer_client.balancing.costs.base import Cost
-from trainer_client.balancing.redistribution.copying import pick
+from trainer_client.balancing.redistribution import pick
 
 SETTINGS = {"off": None, "kk": "karmarkar_karp", "minimal_move": "minimal_move", "window": "minimal_move"}
 

@@ -38,7 +38,8 @@ from benchmarks.redistribution_check import check
 from evenkeel.partitioning import Slice, partition, slice_plan
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.redistribution import start, warm_up
-from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, measure
+from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable
+from trainer_client.balancing.redistribution.layout import measure
 
 WAIT_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to queue one redistribution
 

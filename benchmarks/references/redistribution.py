@@ -36,7 +36,7 @@ def gather_samples(batches: Sequence[FlatBatch], picks: Sequence[tuple[int, int]
         tensors.append(torch.cat([nothing, *rows]))
     table = [batches[batch].lengths[sample] for batch, sample in picks]
     lengths = np.array(table, dtype=np.int64).reshape(len(picks), template.num_jagged)
-    return template.rebuild(tensors, num_samples=len(picks), totals=lengths.sum(axis=0), lengths=lengths)
+    return template.rebuild(tensors, lengths)
 
 
 def redistribute_reference(batches: Sequence[FlatBatch], destinations: Sequence[NDArray[np.int32]]) -> list[FlatBatch]:

@@ -7,7 +7,7 @@ from functools import cache
 
 from evenkeel import partitioning
 from evenkeel.partitioning.compile import Preparation
-from trainer_client.balancing.redistribution.copying import load_on_host
+from trainer_client.balancing.redistribution import load_on_host
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,8 @@ from trainer_client.balancing.errors import NoDataError, out_of_order, used_afte
 from trainer_client.balancing.opening import Opened, Opening
 from trainer_client.balancing.options import BalanceOptions, StreamConfig
 from trainer_client.balancing.reading import Measured, digest_of_copy, read_round
-from trainer_client.balancing.redistribution import Pending, load_on_device
+from trainer_client.balancing.redistribution import Pending, cut, load_on_device, pick
 from trainer_client.balancing.redistribution import start as start_moving
-from trainer_client.balancing.redistribution.copying import pick
-from trainer_client.balancing.redistribution.cutting import cut
 from trainer_client.balancing.report import Counters, Reason
 from trainer_client.balancing.resume import Resumed
 from trainer_client.balancing.rounds import Ticket

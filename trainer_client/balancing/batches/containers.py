@@ -194,21 +194,16 @@ def _computed(kind: Any, names: tuple[str, ...]) -> set[str]:
 # ------------------------------------------------------------------------- torchrec and tensordict
 
 
+@lru_cache(maxsize=1024)
 def is_torchrec(kind: Any, *names: str) -> bool:
     """Whether a type is one of TorchRec's classes, which can be only if something has imported TorchRec."""
-    return _is_torchrec(kind, names)
+    module = sys.modules.get("torchrec.sparse.jagged_tensor")
+    return module is not None and issubclass(kind, tuple(getattr(module, name) for name in names))
 
 
 def is_keyed(value: Any) -> bool:
     """Whether a value is TorchRec's `KeyedJaggedTensor`."""
-    kind: Any = type(value)
-    return _is_torchrec(kind, ("KeyedJaggedTensor",))
-
-
-@lru_cache(maxsize=1024)
-def _is_torchrec(kind: type, names: tuple[str, ...]) -> bool:
-    module = sys.modules.get("torchrec.sparse.jagged_tensor")
-    return module is not None and issubclass(kind, tuple(getattr(module, name) for name in names))
+    return is_torchrec(type(value), "KeyedJaggedTensor")
 
 
 def is_lazy_stack(kind: type) -> bool:
@@ -263,20 +258,12 @@ def is_list_of_objects(values: Sequence[Any]) -> bool | None:
     By what it holds, never by how long it is or which values: so the ranks of a job read it alike in every step.
     A list that holds tensors, however deep, is a container; one that holds lists may be either.
     """
-    kinds = set(map(type, values))
-    if torch.Tensor in kinds:
-        return False
-    if all(map(_is_plain, kinds)):
+    if all(map(_is_plain, set(map(type, values)))):
         return True
-    if hasattr(values, "_fields"):
+    contents = set(map(_contents, values))
+    if "tensors" in contents:
         return False
-    may_be_lists = False
-    for value in values:
-        contents = _contents(value)
-        if contents == "tensors":
-            return False
-        may_be_lists |= contents == "lists"
-    return None if may_be_lists else True
+    return None if "lists" in contents else True
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from trainer_client.balancing.batches.kinds import PICKLES, Shared
 from trainer_client.balancing.batches.schema import Schema, SharedValues, bytes_of, describe
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
-from trainer_client.balancing.batches.structure import Structure
+from trainer_client.balancing.batches.structure import Structure, as_range
 
 _WATCHED_BYTES = 64
 _WATCHED_TENSORS = 4
@@ -39,25 +39,24 @@ class FlatBatch:
 
     def __init__(
         self,
-        *,
         structure: Structure,
         tensors: Sequence[torch.Tensor],
-        num_samples: int,
-        totals: NDArray[np.int64],
-        shared: Sequence[Any] = (),
         lengths: NDArray[np.int64] | None = None,
+        *,
+        shared: Sequence[Any] = (),
+        totals: NDArray[np.int64] | None = None,
         lengths_tensor: torch.Tensor | None = None,
     ) -> None:
         assert len(tensors) == len(structure.leaves)
-        assert lengths is not None or lengths_tensor is not None
-        self.structure = structure
-        self.tensors = tuple(tensors)
-        self.num_samples = num_samples
-        self.totals = totals
-        self.shared = tuple(shared)
+        if lengths is not None:
+            self.num_samples, self.totals = len(lengths), lengths.sum(axis=0) if totals is None else totals
+        else:  # only the device has them
+            assert totals is not None
+            assert lengths_tensor is not None
+            self.num_samples, self.totals = lengths_tensor.shape[1], totals
+        self.structure, self.tensors, self.shared = structure, tuple(tensors), tuple(shared)
         self.counts: Mapping[str, NDArray[np.int64]] = {}
-        self._lengths = lengths
-        self._lengths_tensor = lengths_tensor
+        self._lengths, self._lengths_tensor = lengths, lengths_tensor
         self._lengths_coming: torch.Tensor | None = None  # see `read_back`
         self._watched: tuple[list[int], dict[int, bytes]] | None = None
         self._offsets: dict[str, torch.Tensor] = {}
@@ -71,7 +70,7 @@ class FlatBatch:
         lengths = self._lengths
         if lengths is None:  # only a device has them, or they are on their way
             lengths = self.lengths_tensor.t().to("cpu", torch.int64).contiguous().numpy()
-        return _unpickled, (tensors, self.structure, self.num_samples, self.totals, self.shared, lengths)
+        return _unpickled, (tensors, self.structure, self.shared, lengths)
 
     @property
     def schema(self) -> Schema:
@@ -151,10 +150,8 @@ class FlatBatch:
         Raises:
             BatchError: If there is neither at that path.
         """
-        leaf, tensor = next(
-            (pair for pair in zip(self.structure.leaves, self.tensors, strict=True) if pair[0].path == path),
-            (None, None),
-        )
+        pairs = zip(self.structure.leaves, self.tensors, strict=True)
+        leaf, tensor = next((pair for pair in pairs if pair[0].path == path), (None, None))
         if leaf is not None and leaf.label == PICKLES:
             raise BatchError(f"{path!r} is a list of Python objects; make it an int32 or int64 tensor (n,)")
         if path in self.structure.order:
@@ -178,13 +175,11 @@ class FlatBatch:
     def lengths_at(self, paths: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """(columns × n,) lengths of some jagged columns on the batch's device, one column after the other."""
         table = self.lengths_tensor
-        if not paths:
-            return table.new_empty(0, dtype=dtype)
-        indices = [self.structure.order[path] for path in paths]
-        if indices == list(range(indices[0], indices[0] + len(indices))):
-            return table[indices[0] : indices[0] + len(indices)].reshape(-1).to(dtype)
+        columns = as_range([self.structure.order[path] for path in paths])
+        if isinstance(columns, range):
+            return table[columns.start : columns.stop].reshape(-1).to(dtype)
         # an index list would travel to the device and make the host wait for it
-        return torch.cat([table[index] for index in indices]).to(dtype)
+        return torch.cat([table[column] for column in columns]).to(dtype)
 
     def host_lengths_at(self, path: str) -> list[int]:
         """(n,) lengths of one column."""
@@ -244,9 +239,7 @@ class FlatBatch:
         on_device = None if self._lengths is not None else self._lengths_tensor
         if on_device is not None and tensors:
             on_device = on_device.to(tensors[0].device, non_blocking=True)
-        return self.rebuild(
-            tensors, num_samples=self.num_samples, totals=self.totals, lengths=self._lengths, lengths_tensor=on_device
-        )
+        return self.rebuild(tensors, self._lengths, totals=self.totals, lengths_tensor=on_device)
 
     @property
     def needs_host(self) -> bool:
@@ -260,19 +253,16 @@ class FlatBatch:
         The caller keeps this batch alive and does not build the other one until the stream has come so far.
         """
         on_host = self.structure.on_host
-        result = self.rebuild(
-            [coming(tensor) if index in on_host else tensor for index, tensor in enumerate(self.tensors)],
-            num_samples=self.num_samples, totals=self.totals, lengths=self._lengths, lengths_tensor=self.lengths_tensor,
-        )  # fmt: skip
+        tensors = [coming(tensor) if index in on_host else tensor for index, tensor in enumerate(self.tensors)]
+        result = self.rebuild(tensors, self._lengths, totals=self.totals, lengths_tensor=self.lengths_tensor)
         if self._lengths is None:
             result._lengths_coming = coming(self.lengths_tensor)
         return result
 
     def empty(self) -> FlatBatch:
         """The same structure with no samples, on the host; it can be pickled and sent to a rank without a batch."""
-        totals = np.zeros(self.num_jagged, dtype=np.int64)
-        tensors = self.make_room(0, totals, torch.device("cpu"))
-        return self.rebuild(tensors, num_samples=0, totals=totals, lengths=np.zeros((0, self.num_jagged), np.int64))
+        lengths = np.zeros((0, self.num_jagged), np.int64)
+        return self.rebuild(self.make_room(0, lengths.sum(axis=0), torch.device("cpu")), lengths)
 
     def make_room(self, num_samples: int, totals: NDArray[np.int64], device: torch.device) -> list[torch.Tensor]:
         """Uninitialised tensors for a batch of this structure with so many samples and values per jagged column."""
@@ -283,9 +273,11 @@ class FlatBatch:
             tensors.append(torch.empty((rows, *leaf.shape), dtype=leaf.dtype, device=device))
         return tensors
 
-    def rebuild(self, tensors: Sequence[torch.Tensor], **contents: Any) -> FlatBatch:
+    def rebuild(
+        self, tensors: Sequence[torch.Tensor], lengths: NDArray[np.int64] | None = None, **contents: Any
+    ) -> FlatBatch:
         """A batch of the same structure around other samples, of which `contents` are as for a batch."""
-        return FlatBatch(structure=self.structure, tensors=tensors, shared=self.shared, **contents)
+        return FlatBatch(self.structure, tensors, lengths, shared=self.shared, **contents)
 
     # ------------------------------------------------------------- memory that a loader uses again
 
@@ -346,7 +338,6 @@ def coming(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _unpickled(tensors: list[Any], *rest: Any) -> FlatBatch:
-    names = ("structure", "num_samples", "totals", "shared", "lengths")
+def _unpickled(tensors: list[Any], structure: Structure, shared: Sequence[Any], lengths: Any) -> FlatBatch:
     plain = [torch.from_numpy(data).view(dtype).view(shape) for data, dtype, shape in tensors]
-    return FlatBatch(tensors=plain, **dict(zip(names, rest, strict=True)))
+    return FlatBatch(structure, plain, lengths, shared=shared)

@@ -1,22 +1,21 @@
-"""From a user's batch to a `FlatBatch`, or to one field of it by its path."""
+"""From a user's batch to a `FlatBatch`, at once or with its numbers on their way from a device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.containers import container_of, is_keyed, is_torchrec
-from trainer_client.balancing.batches.flat import FlatBatch
-from trainer_client.balancing.batches.kinds import Contents, jagged_lengths
-from trainer_client.balancing.batches.padding import without_padding
+from trainer_client.balancing.batches.flat import FlatBatch, coming
+from trainer_client.balancing.batches.kinds import Contents, without_padding
 from trainer_client.balancing.batches.reading import reader_of
-from trainer_client.balancing.batches.refusals import jagged_refusal
 from trainer_client.balancing.batches.roles import check_items
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, check_spec
+from trainer_client.balancing.batches.structure import is_count
 
 _MAX_LENGTH = 2**31 - 1
 PLAIN = BatchSpec()
@@ -119,103 +118,85 @@ def assemble(contents: Contents, table: NDArray[np.int64], *, copy: bool) -> Fla
             raise BatchError(f"{leaf.path!r} holds {rows} values, but its lengths add up to {expected}; {remedy}")
     if copy:
         tensors = [tensor.clone() for tensor in tensors]
-    return FlatBatch(
-        structure=structure,
-        tensors=tensors,
-        num_samples=len(table),
-        totals=totals,
-        shared=contents.shared,
-        lengths=table,
-    )
+    return FlatBatch(structure, tensors, table, totals=totals, shared=contents.shared)
 
 
-# ---------------------------------------------------------------------------------------- by path
+# ------------------------------------------------------------------- batches that are on a device already
+#
+# What balancing must know of them, lengths and integers, is copied on a stream of its own, after what the current
+# stream has queued when the batch arrives. Nothing that is queued later waits for the copy; only who wants the numbers.
 
 
-def lookup(batch: Any, path: str) -> Any:
-    """The value at a path; a key of a `KeyedJaggedTensor` gives its lengths.
-
-    Raises:
-        BatchError: If there is none; the message shows what there is instead.
-    """
-    value, rest = batch, path
-    while rest:
-        step = _step(value, rest)
-        if step is None:
-            raise BatchError(f"the batch has no {path!r}: nothing is called {rest!r} in {_describe(value)}")
-        value, rest = step
-    return value
+def is_on_device(batch: Any, spec: BatchSpec | None) -> bool:
+    """Whether a batch is on a device other than the host."""
+    try:
+        contents = reader_of(spec or PLAIN).read(batch)
+    except BatchError:
+        return False  # whoever flattens it says what is wrong
+    on_host = contents.structure.on_host
+    tensors = [tensor for index, tensor in enumerate(contents.tensors) if index not in on_host]
+    return not all(tensor.is_cpu for tensor in tensors + contents.all_lengths)
 
 
-def read_lengths(batch: Any, path: str) -> NDArray[np.int64]:
-    """(n,) int64: lengths of the jagged field at `path`, or the values of an integer tensor (n,), from the host.
+class Arriving:
+    """A batch whose numbers are on their way to the host."""
 
-    Args:
-        batch: A user's batch or a `FlatBatch`.
-        path: The field.
+    def __init__(self, batch: Any, spec: BatchSpec | None, values: Sequence[torch.Tensor] = ()) -> None:
+        """Begins to copy what is on a device, and values that are to come along, such as (n,) costs; never waits."""
+        self._contents = reader_of(spec or PLAIN).read(batch)
+        lengths, tensors = self._contents.all_lengths, self._contents.tensors
+        if spec is not None and spec.copy:  # the loader may write to it before the numbers have come
+            tensors[:] = [tensor.clone() for tensor in tensors]
+        leaves = zip(self._contents.structure.leaves, tensors, strict=True)
+        counts = {leaf.path: tensor for leaf, tensor in leaves if is_count(leaf)}
+        self._paths = tuple(counts)
+        self._coming = Coming([*lengths, *counts.values(), *values])
+        self._num_lengths = len(lengths)
 
-    Returns:
-        (n,) int64.
-
-    Raises:
-        BatchError: If there is no such field, or its lengths are on a device.
-    """
-    if isinstance(batch, FlatBatch):
-        return batch.lengths_of(path)
-    value = find_lengths(batch, path)
-    if value.device.type != "cpu":
-        raise BatchError(f"{path!r} is on {value.device}; compute costs from the host's batch, before the copy")
-    lengths: NDArray[np.int64] = value.numpy().astype(np.int64)
-    return lengths
-
-
-def find_lengths(batch: Any, path: str) -> torch.Tensor:
-    """The same in their own dtype, and wherever they are."""
-    if isinstance(batch, FlatBatch):
-        return torch.from_numpy(batch.lengths_of(path).copy())
-    value = lookup(batch, path)
-    is_jagged = is_torchrec(type(value), "JaggedTensor")
-    if is_jagged or (isinstance(value, torch.Tensor) and value.is_nested):
-        if reason := jagged_refusal(value, path):
-            raise BatchError(reason)
-        value = jagged_lengths(value)
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-        value = torch.from_numpy(value.astype(np.int64))
-    is_tensor = isinstance(value, torch.Tensor) and value.dim() == 1
-    if not is_tensor or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
-        raise BatchError(
-            f"{path!r} is {_describe(value)}; name a jagged field (of a KeyedJaggedTensor one key), or an integer "
-            "tensor with one number per sample"
-        )
-    lengths: torch.Tensor = value
-    return lengths
+    def get(self) -> tuple[FlatBatch, list[NDArray[Any]]]:
+        """The flattened batch with its lengths on the host, and the values; waits until they have come."""
+        numbers = self._coming.get()
+        lengths, counts = numbers[: self._num_lengths], numbers[self._num_lengths :]
+        flat = assemble(self._contents, table_of(self._contents, lengths), copy=False)
+        flat.counts = dict(zip(self._paths, counts, strict=False))
+        return flat, counts[len(self._paths) :]
 
 
-def _step(value: Any, path: str) -> tuple[Any, str] | None:
-    """One part of the path further; keys may hold dots themselves."""
-    keyed = is_keyed(value)
-    container = None if keyed else container_of(value)
-    values, names, _ = container.flatten(value) if container is not None else ((), (), None)
-    named = dict(zip(map(str, names), values, strict=True))
-    parts = path.split(".")
-    for count in range(1, len(parts) + 1):
-        name, rest = ".".join(parts[:count]), ".".join(parts[count:])
-        if keyed:
-            if name in value.keys():  # noqa: SIM118 - not a dict
-                stride, index = value.stride(), list(value.keys()).index(name)
-                return jagged_lengths(value)[index * stride : (index + 1) * stride], rest
-        elif name in named:
-            return named[name], rest
-        elif not isinstance(value, torch.Tensor | Mapping) and name.isidentifier() and hasattr(value, name):
-            return getattr(value, name), rest
-    return None
+class Coming:
+    """Tensors on their way to the host as int64 or float64, those of a device in one copy."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [
+            tensor.detach().reshape(-1).to(torch.float64 if tensor.is_floating_point() else torch.int64)
+            for tensor in tensors
+        ]
+        self._event: torch.cuda.Event | None = None
+        on_device = [tensor.view(torch.int64) for tensor in self._tensors if not tensor.is_cpu]
+        self._bits = torch.cat(on_device) if on_device else torch.empty(0, dtype=torch.int64, device="cpu")
+        if self._bits.is_cuda:
+            side, packed = _stream(self._bits.device), self._bits
+            side.wait_stream(torch.cuda.current_stream(packed.device))
+            with torch.cuda.stream(side):
+                self._bits = coming(packed)
+                self._event = side.record_event()
+            packed.record_stream(side)
+        self._bits = self._bits.cpu()
+
+    def get(self) -> list[NDArray[Any]]:
+        """The numbers, one flat array for each tensor; waits until they have come."""
+        if self._event is not None:
+            self._event.synchronize()
+        arrays, begin = [], 0
+        for tensor in self._tensors:
+            if not tensor.is_cpu:
+                end = begin + tensor.numel()
+                arrays.append(self._bits[begin:end].clone().view(tensor.dtype).numpy())
+                begin = end
+            else:
+                arrays.append(tensor.numpy())
+        return arrays
 
 
-def _describe(value: Any) -> str:
-    if is_keyed(value):
-        return f"a KeyedJaggedTensor of {', '.join(value.keys())}"
-    if isinstance(value, Mapping):
-        return f"a dict of {', '.join(map(str, value.keys()))}"
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {value.dtype} of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+@lru_cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

@@ -66,7 +66,7 @@ def is_count(leaf: Leaf) -> bool:
 
 def structure_of(contents: Contents, tree: Tree | None, declared: Declarations) -> Structure:
     """The structure of a batch whose fields are in a tree of containers; refuses declarations that do not fit it."""
-    fields = tuple(contents.fields)
+    fields = contents.fields
     by_path: list[Any] = [Leaf(*one) for one in contents.leaves]  # whose columns are paths yet
     jagged = [path for _, columns in contents.lengths for path in columns]
     columns = tuple(sorted({*jagged, *_counted(contents, by_path, jagged)}))
@@ -74,23 +74,22 @@ def structure_of(contents: Contents, tree: Tree | None, declared: Declarations) 
     leaves = tuple(leaf._replace(columns=tuple([order[path] for path in leaf.columns])) for leaf in by_path)
     roles = roles_of(leaves, columns, declared)
     absent = [one.path for one in fields if isinstance(one, Shared) and one.number < 0]
-    shared = [one.path for one in fields if isinstance(one, Shared) and one.number >= 0]
     all_paths = sorted({*contents.paths, *(leaf.path for leaf in leaves)})
     declared.check_used(_used(fields, leaves, columns, declared), absent, all_paths)
-    _check_paths("jagged fields", jagged)
-    _check_paths("fields", [path for leaf in leaves for path in leaf.field_paths])
-    schema = _schema(leaves, columns, shared, roles)
+    for what, paths in ("jagged fields", jagged), ("fields", [path for leaf in leaves for path in leaf.field_paths]):
+        if twice := [path for index, path in enumerate(paths) if path in paths[:index]]:
+            raise BatchError(f"two {what} have the path {twice[0]!r}; rename one")
     numbers = [[order[path] for path in paths] for _, paths in contents.lengths]
     numbers += [[order[leaf.path]] for leaf in leaves if leaf.rows and leaf.path in order]
-    lengths = tuple(map(_as_range, numbers))
     return Structure(
-        tree=tree, fields=fields, leaves=leaves, columns=columns, lengths=lengths, schema=schema, roles=roles
-    )
+        tree=tree, fields=tuple(fields), leaves=leaves, columns=columns, lengths=tuple(map(as_range, numbers)),
+        schema=_schema(fields, leaves, columns, roles), roles=roles,
+    )  # fmt: skip
 
 
-def _as_range(columns: list[int]) -> list[int] | range:
+def as_range(columns: list[int]) -> list[int] | range:
     """Columns that follow each other as a range."""
-    following = range(columns[0], columns[0] + len(columns))
+    following = range(columns[0], columns[0] + len(columns)) if columns else range(0)
     return following if columns == list(following) else columns
 
 
@@ -118,15 +117,15 @@ def _counted(contents: Contents, leaves: Sequence[Any], jagged: Sequence[str]) -
 
 def _what_is(path: str, contents: Contents, leaves: Sequence[Leaf], jagged: set[str]) -> str:
     """What there is at a path that has no lengths, and what to do."""
-    pairs = zip(leaves, contents.tensors, strict=True)
-    leaf, tensor = next((pair for pair in pairs if pair[0].path == path), (None, None))
-    if leaf is None or tensor is None:
+    index = next((index for index, leaf in enumerate(leaves) if leaf.path == path), None)
+    if index is None:
         below = sorted(column for column in jagged if column.startswith(f"{path}."))
         if below:
             return f"name one of {', '.join(below[:8])}"
         if any(isinstance(one, Shared) and one.path == path and one.number >= 0 for one in contents.fields):
             return "it is declared in shared"
         return "the batch has no field of this path with one entry for each sample"
+    leaf, tensor = leaves[index], contents.tensors[index]
     if leaf.label == PICKLES:
         return "it is a list or array of Python objects; make it a tensor, as with torch.tensor"
     if leaf.rows == 0:
@@ -157,20 +156,13 @@ def _used(
     return used
 
 
-def _check_paths(what: str, paths: Sequence[str]) -> None:
-    if len(set(paths)) < len(paths):
-        path = next(path for index, path in enumerate(paths) if path in paths[:index])
-        raise BatchError(f"two {what} have the path {path!r}; rename one")
-
-
-def _schema(leaves: Sequence[Leaf], columns: Sequence[str], shared: Sequence[str], roles: Sequence[int]) -> Schema:
-    fields = [(path, f"{path}: shared") for path in shared]
+def _schema(fields: Sequence[Field], leaves: Sequence[Leaf], columns: Sequence[str], roles: Sequence[int]) -> Schema:
+    shown = [(one.path, f"{one.path}: shared") for one in fields if isinstance(one, Shared) and one.number >= 0]
     for leaf in leaves:
-        dtype = leaf.label or str(leaf.dtype).removeprefix("torch.")
+        kind = f"{leaf.label or str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         if leaf.rows:
-            text = f"{leaf.path}: {dtype}{list(leaf.shape)}, {leaf.rows} rows per sample"
-            fields.append((leaf.path, text))
+            shown.append((leaf.path, f"{leaf.path}: {kind}, {leaf.rows} rows per sample"))
         for path, column in leaf.jagged_fields:
             parts = shown_role(roles[column]) if roles else ""
-            fields.append((path, f"{path}: {dtype}{list(leaf.shape)}, jagged by {columns[column]}{parts}"))
-    return Schema(lines=tuple(text for _, text in sorted(fields)))
+            shown.append((path, f"{path}: {kind}, jagged by {columns[column]}{parts}"))
+    return Schema(lines=tuple(text for _, text in sorted(shown)))

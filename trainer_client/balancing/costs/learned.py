@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.batches.flat import coming
-from trainer_client.balancing.batches.flatten import find_lengths
+from trainer_client.balancing.batches.paths import find_lengths
 from trainer_client.balancing.costs.base import SampleCost
 from trainer_client.balancing.costs.fitting import Fit, FitOptions
 from trainer_client.balancing.costs.sequences import num_fields

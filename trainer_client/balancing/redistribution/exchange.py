@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.flat import LENGTHS_DTYPE
-from trainer_client.balancing.redistribution.copies import Amounts, FieldTable, describe, measure, num_words
-from trainer_client.balancing.redistribution.copying import copy, piece_bytes
+from trainer_client.balancing.redistribution.copies import FieldTable, copy, piece_bytes
+from trainer_client.balancing.redistribution.layout import KEEP, PACK, UNPACK, Amounts, describe, measure, num_words
 
 
 class Pending:
@@ -31,17 +31,14 @@ class Pending:
     def __init__(
         self,
         finish: Callable[[], FlatBatch],
-        event: torch.cuda.Event | None = None,
+        event: torch.cuda.Event | None = None,  # when the device has the batch; None on the host
         *,
-        home: torch.cuda.Stream | None = None,
-        source: FlatBatch | None = None,
-        read: FlatBatch | None = None,
+        home: torch.cuda.Stream | None = None,  # that was current at the start, if the result is of its memory
+        source: FlatBatch | None = None,  # the batch as it was, if it is of the device's memory: read until the event
+        read: FlatBatch | None = None,  # the result on the device, if parts of it are read back to the host
     ) -> None:
         self._finish: Callable[[], FlatBatch] | None = finish
-        self._event = event  # when the device has the batch; None on the host
-        self._home = home  # the stream that was current at the start, if the result's tensors are of its memory
-        self._source = source  # the batch as it was, if it is of the device's memory: it is read until the event
-        self._read = read  # the result on the device, if parts of it are read back to the host
+        self._event, self._home, self._source, self._read = event, home, source, read
         self._result: FlatBatch | None = None
 
     def __del__(self) -> None:
@@ -66,7 +63,7 @@ class Pending:
         if self._result is None:
             assert self._finish is not None
             result = self._finish()
-            self._finish = None
+            self._finish = None  # lets go of the buffers
             if self._event is not None:
                 self._order(self._event, result)
                 if self._read is not None:
@@ -141,7 +138,7 @@ def exchange(
         fields.addresses([*flat.tensors, described], flat.totals), fields.addresses([*tensors, table], amounts.units),
         sent.data_ptr(), received.data_ptr(),
     )  # fmt: skip
-    copies, pack, keep, unpack = describe(
+    copies = describe(
         words[begin:], amounts, piece, lengths, fields, addresses, most=piece_bytes(device),
         join=amounts.kept_bytes < OVERLAP_BYTES,
     )  # fmt: skip
@@ -153,24 +150,18 @@ def exchange(
     handle = 0 if stream is None else stream.cuda_stream
     on_device = None if is_host else described[begin:]
 
-    copy(copies, pack, on_device, handle)
+    copy(copies, PACK, on_device, handle)
     work: Any = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=group, async_op=True)
-    copy(copies, keep, on_device, handle, beside=True)  # samples that stay are copied while the others travel
+    copy(copies, KEEP, on_device, handle, beside=True)  # samples that stay are copied while the others travel
 
     def finish() -> FlatBatch:
         work.wait()
-        copy(copies, unpack, on_device, handle)
+        copy(copies, UNPACK, on_device, handle)
         _ = sent, flat  # alive until here: kernels read them by address
         host_lengths = table.to(torch.int64).numpy() if is_host else None
         if host_lengths is not None:
             _check(piece, host_lengths)
-        return flat.rebuild(
-            tensors,
-            num_samples=amounts.num_samples,
-            totals=amounts.totals,
-            lengths=host_lengths,
-            lengths_tensor=table.t().contiguous(),
-        )
+        return flat.rebuild(tensors, host_lengths, totals=amounts.totals, lengths_tensor=table.t().contiguous())
 
     return finish
 
@@ -186,18 +177,6 @@ def _check(piece: Slice, lengths: NDArray[np.int64]) -> None:
                 f"rank {source} sent rank {piece.rank} samples of total lengths {arrived.tolist()}, but the plan "
                 f"announces {announced.tolist()}: the ranks do not hold the same plan"
             )
-
-
-def redistribute(
-    flat: FlatBatch,
-    piece: Slice,
-    *,
-    group: dist.ProcessGroup | None,
-    device: torch.device | str | None = None,
-    stream: torch.cuda.Stream | None = None,
-) -> FlatBatch:
-    """Moves every sample to its destination and gives the batch that this rank trains; see `start`."""
-    return start(flat, piece, group=group, device=device, stream=stream).wait()
 
 
 def start(

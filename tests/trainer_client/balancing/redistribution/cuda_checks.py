@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.redistribution_check import bytes_of, random_batch
 from benchmarks.references.redistribution import gather_samples
-from trainer_client.balancing.redistribution import copying, warm_up
-from trainer_client.balancing.redistribution.copying import pick
+from trainer_client.balancing.redistribution import copies, pick, warm_up
 
 
 def main() -> None:
@@ -30,7 +29,7 @@ def main() -> None:
         chosen = [np.flatnonzero(rng.random(batch.num_samples) < 0.6) for batch in batches]
         wanted = [(index, int(sample)) for index, samples in enumerate(chosen) for sample in samples]
         expected = gather_samples(batches, wanted)
-        with mock.patch.object(copying, "PIECE_BYTES", (1, 40, 4096, 1 << 20)[seed % 4]):
+        with mock.patch.object(copies, "PIECE_BYTES", (1, 40, 4096, 1 << 20)[seed % 4]):
             found = pick([batch.to(device) for batch in batches], chosen)
         for leaf, one, other in zip(expected.structure.leaves, found.tensors, expected.tensors, strict=True):
             assert bytes_of(one) == bytes_of(other), f"{leaf.path}, seed {seed}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.harness import zygote
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.redistribution import redistribute, start
+from trainer_client.balancing.redistribution import exchange, start
 
 
 def group_of(size: int) -> dist.ProcessGroup | None:
@@ -56,35 +56,28 @@ def _serve(rank: int, world_size: int, store: Path, pipe: Any) -> None:
     dist.destroy_process_group()
 
 
-def move(flat: FlatBatch, piece: Slice, world_size: int) -> FlatBatch:
-    """In a rank: one redistribution."""
-    return redistribute(flat, piece, group=group_of(world_size))
+def move(flat: FlatBatch, pieces: list[Slice], world_size: int, most: int | None = None) -> list[FlatBatch]:
+    """In a rank: redistributions of a batch, all started before the first is waited for.
 
-
-def move_in_pieces(flat: FlatBatch, piece: Slice, world_size: int, most: int) -> FlatBatch:
-    """In a rank: one redistribution as a device does it with large batches.
-
-    Ranges are cut into pieces of at most `most` bytes, and what stays is copied beside the All2All.
+    With `most` as a device does it with large batches: ranges are cut into pieces of at most so many bytes, and what
+    stays is copied beside the All2All.
     """
-    module = importlib.import_module("trainer_client.balancing.redistribution.exchange")
-    with mock.patch.multiple(module, piece_bytes=lambda _: most, OVERLAP_BYTES=0):
-        return redistribute(flat, piece, group=group_of(world_size))
-
-
-def move_overlapping(flat: FlatBatch, pieces: list[Slice], world_size: int) -> list[FlatBatch]:
-    """In a rank: several redistributions started before the first is waited for."""
-    pending = [start(flat, piece, group=group_of(world_size)) for piece in pieces]
+    large: Any = nullcontext()
+    if most is not None:
+        large = mock.patch.multiple(exchange, piece_bytes=lambda _: most, OVERLAP_BYTES=0)
+    with large:
+        pending = [start(flat, piece, group=group_of(world_size)) for piece in pieces]
     return [one.wait() for one in pending]
 
 
 def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tuple[int, int]]:
     """In a rank: machine code versions of each kernel after warm-up, and after a redistribution."""
-    from trainer_client.balancing.redistribution import copies, copying, warm_up
+    from trainer_client.balancing.redistribution import copies, layout, warm_up
 
-    kernels = [copies.write_items, copying._copy_on_host, copies._measure, copies._describe]
+    kernels = [copies.write_items, copies.add_samples, copies._copy_on_host, layout._measure, layout._describe]
     warm_up()
     before = [len(each.signatures) for each in kernels]
-    redistribute(flat, piece, group=group_of(world_size))
+    start(flat, piece, group=group_of(world_size)).wait()
     return {each.__name__: (count, len(each.signatures)) for each, count in zip(kernels, before, strict=True)}
 
 

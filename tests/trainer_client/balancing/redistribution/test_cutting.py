@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from evenkeel.partitioning.splits import ALL, FIRST, LAST, Cuts, part_ranges
 from tests.trainer_client.random_batches import FieldPlan, as_bytes, build_batch, plans, spec_for
 from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, MaxLength, Padded, flatten
-from trainer_client.balancing.redistribution.cutting import cut
+from trainer_client.balancing.redistribution import cut
 
 
 def random_cuts(rng: np.random.Generator, samples: int) -> Cuts:

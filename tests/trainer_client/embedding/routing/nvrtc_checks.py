@@ -8,7 +8,7 @@ import ctypes
 import itertools
 
 from trainer_client import nvrtc
-from trainer_client.balancing.redistribution import copying
+from trainer_client.balancing.redistribution import copies
 from trainer_client.embedding.routing import cuda
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     variants = 0
     for architecture in arguments.architecture or ("sm_80", "sm_90", "sm_100"):
         plain = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device"]
-        assert b"copy_pieces" in nvrtc.compile_cubin(copying.source(), plain)
+        assert b"copy_pieces" in nvrtc.compile_cubin(copies.source(), plain)
         variants += 1
         for world_size, keys, lengths, scatter in itertools.product(
             (1, 8, 256, 4096), (4, 8), (4, 8), ((512, 2), (256, 3))
