@@ -194,9 +194,13 @@ def _computed(kind: Any, names: tuple[str, ...]) -> set[str]:
 # ------------------------------------------------------------------------- torchrec and tensordict
 
 
-@lru_cache(maxsize=1024)
-def is_torchrec(kind: Any, *names: str) -> bool:
+def is_torchrec(kind: type, *names: str) -> bool:
     """Whether a type is one of TorchRec's classes, which can be only if something has imported TorchRec."""
+    return _is_torchrec(kind, names)
+
+
+@lru_cache(maxsize=1024)
+def _is_torchrec(kind: type, names: tuple[str, ...]) -> bool:
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
     return module is not None and issubclass(kind, tuple(getattr(module, name) for name in names))
 

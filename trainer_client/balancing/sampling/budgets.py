@@ -208,8 +208,8 @@ class TokenBudgetSampler(OrderedBatchSampler):
         if count > costs.size:
             indexes = order.samples(np.arange(begin + costs.size, begin + count))
             more = _at("costs", self._costs, indexes)
-            held = more if self._memory is self._costs else _at("memory", self._memory, indexes)
-            costs, memory = np.concatenate((costs, more)), np.concatenate((memory, held))
+            taken = more if self._memory is self._costs else _at("memory", self._memory, indexes)
+            costs, memory = np.concatenate((costs, more)), np.concatenate((memory, taken))
         self._amounts = _Amounts(order, begin, costs, memory)
         return costs[:count], memory[:count]
 
