@@ -264,10 +264,12 @@ def is_list_of_objects(values: Sequence[Any]) -> bool | None:
     """
     if all(map(_is_plain, set(map(type, values)))):
         return True
-    contents = set(map(_contents, values))
-    if "tensors" in contents:
-        return False
-    return None if "lists" in contents else True
+    may_be_lists = False
+    for contents in map(_contents, values):
+        if contents == "tensors":
+            return False
+        may_be_lists |= contents == "lists"
+    return None if may_be_lists else True
 
 
 @lru_cache(maxsize=1024)
