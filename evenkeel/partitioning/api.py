@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.filling import fill
 from evenkeel.partitioning.memory import check_fits, with_caps
-from evenkeel.partitioning.problem import Problem, loads_of, make_problem, moved_sizes, plain_moved
-from evenkeel.partitioning.registry import strategy_named
+from evenkeel.partitioning.problem import Problem, Ranks, loads_of, make_problem, moved_sizes, plain_moved
+from evenkeel.partitioning.registry import Strategy, strategy_named
 
 DEFAULT_STRATEGY = "minimal_move"
 DEFAULT_TOLERANCE = 1e-3
@@ -74,8 +74,14 @@ class Partition:
         return evenness(self.home_loads, self.speeds)[1]
 
 
-def _at_home(problem: Problem) -> NDArray[np.int32]:
+def _at_home(problem: Problem) -> Ranks:
     return problem.arrays.homes.copy()
+
+
+def assign(problem: Problem, strategy: Strategy, min_samples: int = 0) -> Ranks:
+    """(n,) int32 rank of each sample by a strategy, with so many on each rank at least."""
+    chosen = strategy if problem.num_ranks > 1 and problem.arrays.costs.size else _at_home
+    return fill(problem, chosen(problem), min_samples) if min_samples else chosen(problem)
 
 
 def partition(
@@ -148,9 +154,7 @@ def partition(
     )
     problem = with_caps(problem, memory, memory_caps, compiled)
     arrays = problem.arrays
-    destinations = chosen(problem) if problem.num_ranks > 1 and arrays.costs.size else arrays.homes.copy()
-    if min_samples:
-        destinations = fill(problem, destinations, min_samples)
+    destinations = assign(problem, chosen, min_samples)
     check_fits(memory, memory_caps, destinations)
     home_loads: Sums = problem.home_loads
     if problem.costs is not arrays.costs:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import ZERO, kernel
 from evenkeel.partitioning.exchange import exchange_from
 from evenkeel.partitioning.karmarkar_karp import differenced
 from evenkeel.partitioning.lpt import longest_first
@@ -23,14 +24,16 @@ from evenkeel.partitioning.problem import (
     Ranks,
     ascending_order,
     bound_on_largest,
+    counts_and_loads,
     crowding_bound,
     exponent_for,
     numbers,
     scaled,
 )
 
+ENOUGH_ROOM = 1 << 62  # for all units twice, so that more need not be counted
 COARSENESS = 1e-9  # relative, by which fractions in whole units may exceed a cap
-PLACEMENTS = 30_000_000  # that a search through all assignments tries at most, about a tenth of a second
+PLACEMENTS = 30_000_000  # that a search through all assignments tries at most, a quarter of a second for a few ranks
 
 
 def _memory_units(memory: Floats, caps: Floats) -> tuple[Integers, Integers, int, int]:
@@ -49,8 +52,14 @@ def _memory_units(memory: Floats, caps: Floats) -> tuple[Integers, Integers, int
     return units, limits, exponent, 0 if whole and bool((exact == units).all()) else 1
 
 
-def with_caps(problem: Problem, memory: ArrayLike | None, caps: ArrayLike | None, compiled: bool = True) -> Problem:
-    """The same problem with memory caps, if there are any; see `partition`."""
+def with_caps(
+    problem: Problem,
+    memory: ArrayLike | None,
+    caps: ArrayLike | None,
+    compiled: bool = True,
+    placements: int | None = None,
+) -> Problem:
+    """The same problem with memory caps, if there are any, of which so many placements are tried; see `partition`."""
     if memory is None or caps is None:
         return problem
     room = numbers("memory_caps", caps, problem.num_ranks, "rank", MEMORY_CAPS)
@@ -64,7 +73,7 @@ def with_caps(problem: Problem, memory: ArrayLike | None, caps: ArrayLike | None
         memory_exponent=exponent,
         memory_error=error,
         interchangeable=problem.interchangeable and bool((limits == limits[0]).all()),
-        fit=fit_memory,
+        fit=partial(fit_memory, placements=PLACEMENTS if placements is None else placements),
     )
     _check_possible(capped, compiled)
     return capped
@@ -140,7 +149,7 @@ def by_memory(problem: Problem) -> Problem:
     return replace(problem, arrays=arrays, order=ascending_order(arrays.costs))
 
 
-def fit_memory(problem: Problem, start: Ranks) -> Ranks:
+def fit_memory(problem: Problem, start: Ranks, placements: int) -> Ranks:
     """The start if it is within the caps, else the nearest assignment found that is.
 
     Memory is searched as costs are, with the caps as limits; small instances are searched through to the end.
@@ -153,18 +162,16 @@ def fit_memory(problem: Problem, start: Ranks) -> Ranks:
         other, overload = exchange_from(of_memory, method(of_memory), plain=False, effort=effort)
         if overload < least:
             best, least = other, overload
-    return best if least <= 0 else _search_through(of_memory, best)
+    return best if least <= 0 else _search_through(of_memory, best, placements)
 
 
-def _search_through(problem: Problem, best: Ranks) -> Ranks:
-    arrays = problem.arrays
-    used = np.zeros(problem.num_ranks, np.int64)
-    np.add.at(used, best, arrays.costs)
+def _search_through(problem: Problem, best: Ranks, placements: int) -> Ranks:
+    arrays, heaviest_first = problem.arrays, problem.order[::-1]
+    used = counts_and_loads(arrays.costs, best, problem.num_ranks)[1]
     overflow = int(np.maximum(used - arrays.limits, 0).sum())
-    heaviest_first = problem.order[::-1]
     ranks = np.empty(best.size, np.int32)
     least, proven = least_overflow(
-        arrays.costs[heaviest_first], arrays.limits, arrays.fewest, arrays.most, PLACEMENTS, overflow, ranks
+        arrays.costs[heaviest_first], arrays.limits, arrays.fewest, arrays.most, placements, overflow, ranks
     )
     if least <= 0:
         destinations = np.empty_like(best)
@@ -192,53 +199,54 @@ def least_overflow(
     """
     n, num_ranks = memory.size, caps.size
     used, counts = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    ranks = np.full(n, -1, np.int32)
-    over = np.zeros(n + 1, np.int64)  # overflow of the first i samples
-    after = np.zeros(n + 1, np.int64)  # memory of the samples from i on
-    for i in range(n - 1, -1, -1):
-        after[i] = after[i + 1] + memory[i]
-    depth, total = 0, 0
+    ranks, over = np.full(n, -1, np.int32), np.zeros(n + 1, np.int64)  # overflow of the first i samples
+    left, missing, room = memory.sum(), fewest.sum(), ZERO  # memory to place, samples that ranks lack, and their room
+    for cap in caps:
+        room = min(room + int(cap), ENOUGH_ROOM)
+    depth, added, lacked = 0, ZERO, False
     while depth >= 0:
-        rank = np.int64(ranks[depth])
+        rank, size = np.int64(ranks[depth]), memory[depth]
         if rank >= 0:  # take the sample back
-            used[rank] -= memory[depth]
+            used[rank] -= size
             counts[rank] -= 1
+            left += size
+            room += size - (over[depth + 1] - over[depth])
+            missing += counts[rank] < fewest[rank]
         rank += 1
         while rank < num_ranks:
-            budget -= 1
-            fits = counts[rank] < most[rank]
+            budget -= 1 + rank // 8
+            is_new = counts[rank] < most[rank]
             for r in range(rank):  # a rank in the same state has been tried
-                fits &= (
-                    caps[r] != caps[rank] or used[r] != used[rank] or counts[r] != counts[rank]
-                    or fewest[r] != fewest[rank] or most[r] != most[rank]
-                )  # fmt: skip
-            if not fits:
-                rank += 1
-                continue
-            total = over[depth] + max(0, used[rank] + memory[depth] - max(caps[rank], used[rank]))
-            used[rank] += memory[depth]
-            counts[rank] += 1
-            room = missing = 0
-            for r in range(num_ranks):
-                room += max(0, caps[r] - used[r])
-                missing += max(0, fewest[r] - counts[r])
-            if missing <= n - depth - 1 and total + max(0, after[depth + 1] - room) < overflow:
-                break
-            used[rank] -= memory[depth]
-            counts[rank] -= 1
+                if not is_new or (
+                    used[r] == used[rank] and counts[r] == counts[rank] and caps[r] == caps[rank]
+                    and fewest[r] == fewest[rank] and most[r] == most[rank]
+                ):  # fmt: skip
+                    is_new = False
+                    break
+            if is_new:
+                added = max(0, min(size, used[rank] + size - caps[rank]))
+                lacked = counts[rank] < fewest[rank]
+                least = over[depth] + added + max(0, (left - size) - (room - (size - added)))
+                if missing - lacked < n - depth and least < overflow:
+                    break
             rank += 1
         if budget < 0:
             return overflow, False
+        ranks[depth] = rank if rank < num_ranks else -1
         if rank == num_ranks:
-            ranks[depth] = -1
             depth -= 1
             continue
-        ranks[depth], over[depth + 1] = rank, total
-        if depth + 1 < n:
-            depth += 1
-            continue
-        overflow = total
-        best[:] = ranks
-        if overflow <= 0:
-            break
+        used[rank] += size
+        counts[rank] += 1
+        left -= size
+        room -= size - added
+        missing -= lacked
+        over[depth + 1] = over[depth] + added
+        depth += 1
+        if depth == n:
+            depth -= 1
+            overflow = over[n]
+            best[:] = ranks
+            if overflow <= 0:
+                break
     return overflow, True

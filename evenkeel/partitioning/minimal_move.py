@@ -6,7 +6,7 @@ bound; where there are nodes, between them first, so that only what one node has
 
 from __future__ import annotations
 
-from evenkeel.partitioning.exchange import ACROSS, PATIENCE, exchange_from, give_light_company
+from evenkeel.partitioning.exchange import ACROSS, PATIENCE, exchange_from
 from evenkeel.partitioning.karmarkar_karp import differenced
 from evenkeel.partitioning.lpt import at_home, longest_first
 from evenkeel.partitioning.nodes import balance_nodes
@@ -121,12 +121,6 @@ def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
     best, least = exchange_from(problem, start)
     if least > 0 and not early:
         problem = with_crowding(problem)
-    if least > 0 and not problem.arrays.memory.size:
-        other = best.copy()
-        if give_light_company(problem.arrays, problem.order, other):
-            other, overload = exchange_from(problem, other)
-            if overload < least:
-                best, least = other, overload
     if least > 0:
         best, least = exchange_from(problem, best, plain=False, effort=4, patience=PATIENCE)
     if least > FAR_OFF * problem.bound:

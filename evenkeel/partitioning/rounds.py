@@ -97,6 +97,11 @@ class RoundSamples(_Samples):
         """(n,) the rank that loaded each sample."""
         return np.repeat(np.arange(self.num_ranks, dtype=np.int32), self.counts_at_home)
 
+    def numbers_at_home(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(m,) the number of each of some samples among those of its home."""
+        counts = self.counts_at_home
+        return np.asarray(samples - (np.cumsum(counts) - counts)[self.homes[samples]])
+
     @property
     def home_loads(self) -> NDArray[np.float64]:
         """(batches, ranks) summed cost as loaded."""

@@ -66,6 +66,6 @@ def slice_round(plan: RoundPlan, samples: RoundSamples, *, compiled: bool = True
     counts, lengths = samples.counts_at_home, samples.lengths
     if plan.parts is not None:
         assert samples.roles is not None
-        of, lengths = plan.parts.cut(counts, lengths, samples.roles)
+        of, lengths = plan.parts.cut(lengths, samples.roles)
         counts = np.bincount(samples.homes[of], minlength=samples.num_ranks)
     return slices_of(plan.destinations, counts, lengths, plan.steps, samples.num_batches, compiled=compiled)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -171,14 +172,13 @@ def read_request(
         InvalidMessage: If the bytes are no request, or something in it is wrong; `LimitExceeded` if it is too large.
     """
     message = _parsed(pb.PlanRoundRequest, data)
-    names = _read_names(message)
+    for name in ("job", "group", "loader", "run_id", "client_version", "options.strategy", "facts.last_trouble"):
+        _check_text(name, attrgetter(name)(message))
+    if not message.job:
+        raise InvalidMessage("job", "empty", "name the training job")
     samples = _read_samples(message, limits or RoundLimits())
-    return (
-        names,
-        samples,
-        _read_options(message.options, samples.num_ranks),
-        _read_facts(message.facts, samples.num_ranks),
-    )
+    options, facts = _read_options(message, samples.num_ranks), _read_facts(message.facts, samples.num_ranks)
+    return RoundNames(**_fields_of(RoundNames, message)), samples, options, facts
 
 
 def _write_options(options: RoundOptions) -> pb.PlanOptions:
@@ -197,22 +197,12 @@ def _write_options(options: RoundOptions) -> pb.PlanOptions:
 
 def _write_facts(facts: RunFacts) -> pb.RunFacts:
     shown = (char if char.isprintable() else " " for char in facts.last_trouble[:MAX_TEXT])
-    return pb.RunFacts(
-        rounds_by_lead=facts.rounds_by_lead,
-        rounds_unbalanced=facts.rounds_unbalanced,
-        last_trouble="".join(shown),
-        stragglers=[pb.Straggler(**_fields_of(Straggler, one)) for one in facts.stragglers],
-        delays=[pb.Delay(**_fields_of(Delay, one)) for one in facts.delays],
-        step_seconds=facts.step_seconds,
-    )
-
-
-def _read_names(message: pb.PlanRoundRequest) -> RoundNames:
-    for name in ("job", "group", "loader", "run_id", "client_version"):
-        _check_text(name, getattr(message, name))
-    if not message.job:
-        raise InvalidMessage("job", "empty", "name the training job")
-    return RoundNames(**_fields_of(RoundNames, message))
+    written: dict[str, Any] = {
+        "last_trouble": "".join(shown),
+        "stragglers": [pb.Straggler(**_fields_of(Straggler, one)) for one in facts.stragglers],
+        "delays": [pb.Delay(**_fields_of(Delay, one)) for one in facts.delays],
+    }
+    return pb.RunFacts(**_fields_of(RunFacts, facts) | written)
 
 
 def _read_samples(message: pb.PlanRoundRequest, limits: RoundLimits) -> RoundSamples:
@@ -222,48 +212,36 @@ def _read_samples(message: pb.PlanRoundRequest, limits: RoundLimits) -> RoundSam
             raise InvalidMessage(name, count, "send at least 1")
         if count > most:
             raise LimitExceeded(name, count, f"use at most {most}, or raise the balancer's max_{name}")
-    batch_sizes = (
-        _array("batch_sizes", message.batch_sizes, ranks * batches, _U4).reshape(ranks, batches).astype(np.int64)
-    )
+    batch_sizes = _array(message, "batch_sizes", ranks * batches, _U4).astype(np.int64).reshape(ranks, batches)
     n = int(batch_sizes.sum())
     if n > limits.max_samples:
         raise LimitExceeded(
             "batch_sizes", f"{n} samples", f"use at most {limits.max_samples}, or raise the balancer's max_samples"
         )
     if message.WhichOneof("costs") == "costs_f64":
-        costs = _amounts("costs_f64", _array("costs_f64", message.costs_f64, n, _F8))
+        costs = _amounts(message, "costs_f64", n, _F8)
     else:
-        costs = _amounts("costs_int", _whole_numbers("costs_int", message.costs_int, n, _U4, _I8))
-    sizes = np.zeros(n, np.int64)
-    memory = users = nodes = divisible = None
-    if message.sizes:
-        sizes = _amounts("sizes", _whole_numbers("sizes", message.sizes, n, _U4, _I8))
-    if message.memory or message.options.memory_caps:
-        memory = _amounts("memory", _array("memory", message.memory, n, _F8))
-    if message.users:
-        users = _array("users", message.users, n, _U4)
-    if message.nodes:
-        nodes = _array("nodes", message.nodes, ranks, _I4)
-        _check_range("nodes", nodes, Range(0, np.iinfo(np.int32).max))
-    if message.divisible:
-        divisible = _read_divisible(message.divisible, costs, batch_sizes)
+        costs = _amounts(message, "costs_int", n, _U4, _I8)
+    has_memory, on_wire = message.memory or message.options.memory_caps, Range(0, np.iinfo(np.int32).max)
     return RoundSamples(
         batch_sizes=batch_sizes,
         costs=costs,
         lengths=np.empty((n, 0), np.uint32),
-        sizes=sizes,
-        memory=memory,
-        users=users,
-        nodes=nodes,
-        divisible=divisible,
+        sizes=_amounts(message, "sizes", n, _U4, _I8) if message.sizes else np.zeros(n, np.int64),
+        memory=_amounts(message, "memory", n, _F8) if has_memory else None,
+        users=_array(message, "users", n, _U4) if message.users else None,
+        nodes=_array(message, "nodes", ranks, _I4, allowed=on_wire) if message.nodes else None,
+        divisible=_read_divisible(message, costs, batch_sizes) if message.divisible else None,
     )
 
 
-def _read_divisible(data: bytes, costs: NDArray[Any], batch_sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+def _read_divisible(
+    message: pb.PlanRoundRequest, costs: NDArray[Any], batch_sizes: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """The samples that may be split, of each rank so many as it may offer."""
     ranks, batches = batch_sizes.shape
-    count = len(data) // (WIDTH * _F8.itemsize)
-    table = _array("divisible", data, count * WIDTH, _F8).reshape(count, WIDTH)
+    count = len(message.divisible) // (WIDTH * _F8.itemsize)
+    table = _array(message, "divisible", count * WIDTH, _F8).reshape(count, WIDTH)
     with np.errstate(all="ignore"):  # of numbers that are refused
         place, _, wrong = check_table(table, costs).partition(" ")
     if wrong:
@@ -277,69 +255,61 @@ def _read_divisible(data: bytes, costs: NDArray[Any], batch_sizes: NDArray[np.in
     return table
 
 
-def _read_options(options: pb.PlanOptions, ranks: int) -> RoundOptions:
-    _check_text("options.strategy", options.strategy)
+def _read_options(message: pb.PlanRoundRequest, ranks: int) -> RoundOptions:
+    options, split = message.options, None
     if options.counts not in _COUNTS:
         raise InvalidMessage("options.counts", options.counts, "use COUNTS_EQUAL or COUNTS_FREE")
     for name, allowed in (("tolerance", TOLERANCE), ("move_price", MOVE_PRICE)):
         value = getattr(options, name)
         if not allowed.holds(value):
             raise InvalidMessage(f"options.{name}", value, f"use {allowed}")
-
-    def of_ranks(name: str, content: bytes, allowed: Range) -> tuple[float, ...]:
-        values = _array(name, content, ranks if content else 0, _F8)
-        _check_range(name, values, allowed)
-        return tuple(values.tolist())
-
-    split = None
     if options.HasField("split"):
         prices = _fields_of(SplitOptions, options.split)
         try:
             split = SplitOptions(**prices)
         except ValueError as error:
             raise InvalidMessage("options.split", prices, str(error)) from None
+    speeds, caps = (
+        tuple(_array(message, f"options.{name}", ranks, _F8, allowed=allowed).tolist() if sent else ())
+        for name, sent, allowed in (
+            ("speeds", options.speeds, SPEEDS),
+            ("memory_caps", options.memory_caps, MEMORY_CAPS),
+        )
+    )
     return RoundOptions(
         strategy=options.strategy or DEFAULT_STRATEGY,
         counts=_COUNTS[options.counts],
         tolerance=options.tolerance,
         move_price=options.move_price,
-        speeds=of_ranks("options.speeds", options.speeds, SPEEDS),
-        memory_caps=of_ranks("options.memory_caps", options.memory_caps, MEMORY_CAPS),
+        speeds=speeds,
+        memory_caps=caps,
         min_samples=options.min_samples,
         split=split,
     )
 
 
 def _read_facts(facts: pb.RunFacts, ranks: int) -> RunFacts:
-    _check_text("facts.last_trouble", facts.last_trouble)
-    for name, most in (("stragglers", 1), ("delays", len(Cause))):
+    for name, most, figure, largest in (("stragglers", 1, "speed", 1.0), ("delays", len(Cause), "share", MOST_DELAY)):
         rows: Sequence[Any] = getattr(facts, name)
         if len(rows) > most * ranks:
             raise InvalidMessage(f"facts.{name}", f"{len(rows)} of {ranks} ranks", "name a rank once, with each cause")
         for at, one in enumerate(rows):
             if one.rank >= ranks:
                 raise InvalidMessage(f"facts.{name}[{at}].rank", one.rank, f"name ranks below {ranks}")
-    for at, slow in enumerate(facts.stragglers):
-        if not 0 <= slow.speed <= 1:
-            raise InvalidMessage(f"facts.stragglers[{at}].speed", slow.speed, "use 0 to 1")
-    for at, late in enumerate(facts.delays):
-        if not 0 <= late.share <= MOST_DELAY:
-            raise InvalidMessage(f"facts.delays[{at}].share", late.share, f"use 0 to {MOST_DELAY:g}")
+            if not 0 <= getattr(one, figure) <= largest:
+                raise InvalidMessage(f"facts.{name}[{at}].{figure}", getattr(one, figure), f"use 0 to {largest:g}")
     if not _NUMBERS.holds(facts.step_seconds):
         raise InvalidMessage("facts.step_seconds", facts.step_seconds, "use seconds, 0 or more")
-    known = frozenset(map(int, Cause))
-    return RunFacts(
-        rounds_by_lead=facts.rounds_by_lead,
-        rounds_unbalanced=facts.rounds_unbalanced,
-        last_trouble=facts.last_trouble,
-        stragglers=tuple(Straggler(**_fields_of(Straggler, one)) for one in facts.stragglers),
-        delays=tuple(
+    causes = frozenset(map(int, Cause))
+    read = {
+        "stragglers": tuple(Straggler(**_fields_of(Straggler, one)) for one in facts.stragglers),
+        "delays": tuple(
             Delay(**_fields_of(Delay, one) | {"cause": Cause(one.cause)})
             for one in facts.delays
-            if one.cause in known  # others are of a newer client
+            if one.cause in causes  # others are of a newer client
         ),
-        step_seconds=facts.step_seconds,
-    )
+    }
+    return RunFacts(**_fields_of(RunFacts, facts) | read)
 
 
 # --------------------------------------------------------------------------------------------------- the response
@@ -371,16 +341,15 @@ def read_response(data: bytes, samples: RoundSamples) -> RoundPlan:
     message = _parsed(pb.PlanRoundResponse, data)
     ranks, batches, n = samples.num_ranks, samples.num_batches, len(samples.costs)
     count = len(message.part_samples) // _I8.itemsize if message.part_samples else n
-    destinations = _whole_numbers("destinations", message.destinations, count, _U2, _I4)
-    _check_range("destinations", destinations, Range(0, ranks - 1))
+    destinations = _array(message, "destinations", count, _U2, _I4, allowed=Range(0, ranks - 1))
     steps = None
     if batches > 1 or message.batches:
-        steps = _whole_numbers("batches", message.batches, count if batches > 1 else 0, _U2, _I4)
-        _check_range("batches", steps, Range(0, batches - 1))
+        steps = _array(message, "batches", count if batches > 1 else 0, _U2, _I4, allowed=Range(0, batches - 1))
     parts = _read_parts(message, samples, destinations, steps) if message.part_samples else None
-    loads = [_array(name, getattr(message, name), batches * ranks, _F8) for name in ("loads_before", "loads_after")]
-    for name, values in zip(("loads_before", "loads_after"), loads, strict=True):
-        _check_range(name, values, _NUMBERS)
+    before, after = (
+        _array(message, name, batches * ranks, _F8, allowed=_NUMBERS).reshape(batches, ranks)
+        for name in ("loads_before", "loads_after")
+    )
     if len(message.figures) != batches:
         raise InvalidMessage("figures", f"{len(message.figures)} batches", f"send those of {batches}")
     figures = tuple(Figures(**_fields_of(Figures, one)) for one in message.figures)
@@ -391,8 +360,8 @@ def read_response(data: bytes, samples: RoundSamples) -> RoundPlan:
         destinations=destinations,
         steps=steps,
         parts=parts,
-        loads_before=loads[0].reshape(batches, ranks),
-        loads_after=loads[1].reshape(batches, ranks),
+        loads_before=before,
+        loads_after=after,
         batches=figures,
         seconds=message.seconds,
     )
@@ -405,19 +374,16 @@ def _read_parts(
     steps: NDArray[np.int32] | None,
 ) -> RoundParts:
     """The parts, checked to be all samples in order, with the pieces of those that are split."""
-    count = destinations.size
-    own = _array("part_samples", message.part_samples, count, _I8)
-    begins = _array("part_begins", message.part_begins, count, _I8)
-    homes = np.repeat(np.arange(samples.num_ranks), samples.counts_at_home)
+    count, total = destinations.size, len(samples.costs)
+    own, begins = (_array(message, name, count, _I8) for name in ("part_samples", "part_begins"))
     first = begins == 0
     of = np.cumsum(first) - 1
-    if not first[0] or int(of[-1]) + 1 != homes.size or (np.diff(begins)[~first[1:]] <= 0).any():
-        raise InvalidMessage("part_begins", f"of {int(first.sum())} samples", f"cut {homes.size} samples, ascending")
-    numbers = np.arange(homes.size) - (np.cumsum(samples.counts_at_home) - samples.counts_at_home)[homes]
-    if (own != numbers[of]).any():
+    if not first[0] or int(of[-1]) + 1 != total or (np.diff(begins)[~first[1:]] <= 0).any():
+        raise InvalidMessage("part_begins", f"of {int(first.sum())} samples", f"cut {total} samples, ascending")
+    if (own != samples.numbers_at_home(of)).any():
         raise InvalidMessage("part_samples", "other samples", "number those of each home from 0")
     rows = len(message.pieces) // (PIECE_WIDTH * _I8.itemsize)
-    pieces = _array("pieces", message.pieces, rows * PIECE_WIDTH, _I8).reshape(rows, PIECE_WIDTH)
+    pieces = _array(message, "pieces", rows * PIECE_WIDTH, _I8).reshape(rows, PIECE_WIDTH)
     try:
         for batch in read_splits(pieces, samples.num_batches):
             check_splits(batch, samples.num_ranks)
@@ -457,19 +423,19 @@ def _least_bytes(values: NDArray[Any], small: np.dtype[Any], large: np.dtype[Any
     return _bytes(values, small if fits else large)
 
 
-def _whole_numbers(name: str, data: bytes, count: int, small: np.dtype[Any], large: np.dtype[Any]) -> NDArray[Any]:
-    """(count,) the elements of a field, in the larger of the types that it may be of."""
-    if len(data) == count * small.itemsize:
-        return np.frombuffer(data, small).astype(large)
-    return _array(name, data, count, large)
-
-
-def _array(name: str, data: bytes, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """(count,) the elements of a field, in memory of its own: what follows may write to it."""
-    if len(data) != count * dtype.itemsize:
-        remedy = f"send {count} elements of {dtype.itemsize} bytes, {count * dtype.itemsize} in all"
-        raise InvalidMessage(name, f"{len(data)} bytes", remedy)
-    return np.frombuffer(data, dtype).copy()
+def _array(message: Any, name: str, count: int, *dtypes: np.dtype[Any], allowed: Range | None = None) -> NDArray[Any]:
+    """(count,) the elements of a field, of the last of the types that its length may tell, in memory of its own."""
+    data = attrgetter(name)(message)
+    sent = next((dtype for dtype in dtypes if len(data) == count * dtype.itemsize), None)
+    if sent is None:
+        size = dtypes[-1].itemsize
+        raise InvalidMessage(
+            name, f"{len(data)} bytes", f"send {count} elements of {size} bytes, {count * size} in all"
+        )
+    values = np.frombuffer(data, sent).astype(dtypes[-1])  # a copy: what follows may write to it
+    if allowed is not None:
+        _check_range(name, values, allowed)
+    return values
 
 
 def _check_text(name: str, text: str) -> None:
@@ -486,10 +452,10 @@ def _check_range(name: str, values: NDArray[Any], allowed: Range) -> None:
         raise InvalidMessage(f"{name}[{at}]", values.ravel()[at], f"use numbers from {allowed}")
 
 
-def _amounts(name: str, values: NDArray[Any]) -> NDArray[Any]:
+def _amounts(message: Any, name: str, count: int, *dtypes: np.dtype[Any]) -> NDArray[Any]:
     """Finite numbers, 0 or more, whose sum is exact as an integer, or far from the largest float64."""
-    most = MAX_SUM if values.dtype.kind == "f" else MAX_TOTAL - 1
-    _check_range(name, values, Range(0, most))
+    most = MAX_SUM if dtypes[-1].kind == "f" else MAX_TOTAL - 1
+    values = _array(message, name, count, *dtypes, allowed=Range(0, most))
     if values.size and float(values.max()) * values.size > most and sum(values.tolist()) > most:
         raise InvalidMessage(name, f"{sum(values.tolist()):g} in sum", f"scale them, so that it is at most {most:g}")
     return values

@@ -27,25 +27,7 @@ from evenkeel.partitioning.splits.samples import (
 )
 
 __all__ = [
-    "ALL",
-    "FIRST",
-    "LAST",
-    "MOST",
-    "PIECE_WIDTH",
-    "SHARE",
-    "STEP_SECONDS",
-    "WIDTH",
-    "Cuts",
-    "Divisible",
-    "Piece",
-    "RoundParts",
-    "SpanCosts",
-    "SplitOptions",
-    "SplitSample",
-    "check_splits",
-    "check_table",
-    "part_lengths",
-    "part_ranges",
-    "read_parts",
-    "read_splits",
-]
+    "ALL", "FIRST", "LAST", "MOST", "PIECE_WIDTH", "SHARE", "STEP_SECONDS", "WIDTH", "Cuts", "Divisible", "Piece",
+    "RoundParts", "SpanCosts", "SplitOptions", "SplitSample", "check_splits", "check_table", "part_lengths",
+    "part_ranges", "read_parts", "read_splits",
+]  # fmt: skip

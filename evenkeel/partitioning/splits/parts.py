@@ -213,13 +213,9 @@ class RoundParts:
     begins: Integers
     pieces: Integers
 
-    def cut(
-        self, counts_at_home: Integers, lengths: Lengths, roles: NDArray[np.int64]
-    ) -> tuple[Integers, NDArray[np.int64]]:
+    def cut(self, lengths: Lengths, roles: NDArray[np.int64]) -> tuple[Integers, NDArray[np.int64]]:
         """(parts,) the sample of each part, numbered among those of all ranks; (parts, fields) what it has of them."""
         of: Integers = np.cumsum(self.begins == 0) - 1
-        homes = np.repeat(np.arange(counts_at_home.size), counts_at_home)
-        assert (self.samples == of - (np.cumsum(counts_at_home) - counts_at_home)[homes[of]]).all()
         return of, part_lengths(lengths, Cuts(samples=of, begins=self.begins), roles)
 
 

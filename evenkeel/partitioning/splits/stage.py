@@ -11,13 +11,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.api import partition
-from evenkeel.partitioning.problem import Floats, Integers, PartitionError, PartitionNotFoundError
+from evenkeel.partitioning.api import assign
+from evenkeel.partitioning.memory import PLACEMENTS, check_fits, with_caps
+from evenkeel.partitioning.problem import (
+    Floats,
+    Integers,
+    PartitionError,
+    PartitionNotFoundError,
+    Ranks,
+    make_problem,
+)
+from evenkeel.partitioning.registry import strategy_named
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples, partition_batches
 from evenkeel.partitioning.splits.cutting import (
     Machine,
@@ -30,7 +38,7 @@ from evenkeel.partitioning.splits.cutting import (
     recut,
     table_of,
 )
-from evenkeel.partitioning.splits.parts import PIECE_WIDTH, RoundParts
+from evenkeel.partitioning.splits.parts import RoundParts
 from evenkeel.partitioning.splits.samples import Divisible
 
 # Times of ranks, over an even division, at which samples have as few pieces as may be: the lower, the more pieces.
@@ -49,60 +57,33 @@ TOLERANCE = 5e-3  # of the whole samples' partition, since pieces even out the r
 FULL = 0.4  # of a piece, the room on a rank below which the piece had better go to another node
 ROUNDING = 1 + 1e-9  # times a memory cap
 
-PART = np.dtype([("sample", np.int64), ("begin", np.int64), ("end", np.int64), ("rank", np.int32), ("share", float)])
-"""Part of a sample: positions from `begin` to before `end`, both 0 if it is whole; its rank; its share of positions."""
-
-
-class BatchParts(NamedTuple):
-    """A batch of which samples may be in parts.
-
-    Attributes:
-        parts: (m,) of `PART`; a rank has one part of a sample at most.
-        loads: (num_ranks,) float64, summed cost of each rank.
-        figures: How even it is, with what the exchange of keys and values takes.
-    """
-
-    parts: NDArray[Any]
-    loads: Floats
-    figures: Figures
-
 
 def split_heavy(
     samples: RoundSamples, options: RoundOptions, found: RoundPlan | PartitionError
 ) -> RoundPlan | PartitionError:
     """The stage: a plan with samples in parts, in the batches in which that takes less time."""
-    if not wants_splits(found, options):
+    if not _wants_splits(found, options):
         return found
     steps = samples.steps if isinstance(found, PartitionError) else found.steps
-    batches = []
-    for batch in range(samples.num_batches):
-        own = np.arange(len(samples)) if steps is None else np.flatnonzero(steps == batch)
+    owns = [np.arange(len(samples))]
+    if steps is not None:
+        owns = [np.flatnonzero(steps == batch) for batch in range(samples.num_batches)]
+    plans = []
+    for batch, own in enumerate(owns):
         one = _only(samples, own)
-        whole = partition_batches(one, options) if isinstance(found, PartitionError) else _of_batch(found, batch, own)
-        planned = split_batch(one, options, whole)
-        if planned is None:
-            if isinstance(whole, PartitionError):
-                return _not_in_parts_either(whole, one, options)
-            parts = _parts(np.arange(own.size), whole.destinations)
-            planned = BatchParts(parts, whole.loads_after[0], whole.batches[0])
-        planned.parts["sample"] = own[planned.parts["sample"]]
-        batches.append(planned)
-    parts = np.concatenate([each.parts for each in batches])
-    if not isinstance(found, PartitionError) and not parts["end"].any():
-        return found
-    parts = parts[np.lexsort((parts["begin"], parts["sample"]))]
-    steps = None if steps is None else steps[parts["sample"]]
-    return RoundPlan(
-        destinations=parts["rank"].copy(),
-        steps=steps,
-        parts=_round_parts(samples, parts, steps),
-        loads_before=samples.home_loads,
-        loads_after=np.array([each.loads for each in batches], np.float64),
-        batches=tuple(each.figures for each in batches),
-    )
+        whole = found
+        if isinstance(found, RoundPlan):
+            whole = _of_batch(found, batch, own)
+        elif len(owns) > 1:  # the error may be another batch's
+            whole = partition_batches(one, options)
+        plan = split_batch(one, options, whole) or whole
+        if isinstance(plan, PartitionError):
+            return _not_in_parts_either(plan, one, options)
+        plans.append(plan)
+    return found if all(plan.parts is None for plan in plans) else _joined(samples, steps, owns, plans)
 
 
-def wants_splits(found: RoundPlan | PartitionError, options: RoundOptions) -> bool:
+def _wants_splits(found: RoundPlan | PartitionError, options: RoundOptions) -> bool:
     """Whether whole samples of some batch are too far from an even division, or fit no rank."""
     if isinstance(found, PartitionError):
         return True
@@ -114,10 +95,10 @@ def wants_splits(found: RoundPlan | PartitionError, options: RoundOptions) -> bo
     )
 
 
-def split_batch(samples: RoundSamples, options: RoundOptions, whole: RoundPlan | PartitionError) -> BatchParts | None:
-    """Splits samples of a batch where that takes less time than the best assignment of whole ones."""
+def split_batch(samples: RoundSamples, options: RoundOptions, whole: RoundPlan | PartitionError) -> RoundPlan | None:
+    """A batch with samples in parts where that takes less time than the best assignment of whole ones."""
     assert samples.divisible is not None
-    if samples.num_ranks < 2 or not len(samples.divisible) or not wants_splits(whole, options):
+    if samples.num_ranks < 2 or not len(samples.divisible) or not _wants_splits(whole, options):
         return None
     search = _Search(samples, options)
     best = search.best(math.inf if isinstance(whole, PartitionError) else whole.batches[0].max_load_after)
@@ -127,8 +108,7 @@ def split_batch(samples: RoundSamples, options: RoundOptions, whole: RoundPlan |
 def _only(samples: RoundSamples, own: Integers) -> RoundSamples:
     """Some samples of a round, ascending, as a round of one batch."""
     assert samples.divisible is not None
-    which = samples.divisible[:, 0].astype(np.int64)
-    divisible = samples.divisible[np.isin(which, own)]
+    divisible = samples.divisible[np.isin(samples.divisible[:, 0].astype(np.int64), own)]
     divisible[:, 0] = np.searchsorted(own, divisible[:, 0])
     return replace(
         samples,
@@ -165,58 +145,63 @@ def _not_in_parts_either(error: PartitionError, one: RoundSamples, options: Roun
     )
 
 
-def _parts(
-    samples: Integers, ranks: NDArray[Any], begins: ArrayLike = 0, ends: ArrayLike = 0, shares: ArrayLike = 1.0
-) -> NDArray[Any]:
-    parts = np.empty(samples.size, PART)
-    for name, values in zip(PART.names or (), (samples, begins, ends, ranks, shares), strict=True):
-        parts[name] = values
-    return parts
-
-
-def _round_parts(samples: RoundSamples, parts: NDArray[Any], steps: NDArray[np.int32] | None) -> RoundParts:
-    """What ranks need to cut their samples, and attention to join them."""
-    assert samples.divisible is not None
-    divisible = Divisible.of_table(samples.divisible)
-    of, begins, ranks = parts["sample"], parts["begin"], parts["rank"]
-    entries = np.minimum(np.searchsorted(divisible.samples, of), len(divisible) - 1)
-    counted = (begins - divisible.first_items[entries]) / divisible.spans.granule[entries]
-    items: Integers = np.where(begins > 0, np.rint(counted), 0).astype(np.int64)
-    batch_of = np.zeros(of.size, np.int64) if steps is None else steps.astype(np.int64)
-    split = np.flatnonzero(parts["end"] > 0)
-    table = np.empty((split.size, PIECE_WIDTH), np.int64)
-    table[:, 0], table[:, 1] = batch_of[split], of[split]
-    table[:, 2] = divisible.spans.context[entries[split]]
-    table[:, 3] = divisible.spans.candidates[entries[split]]
-    table[:, 4], table[:, 5] = ranks[split], _arrivals(batch_of * samples.num_ranks + ranks)[split]
-    table[:, 6], table[:, 7] = begins[split], parts["end"][split]
-    home_begin = np.concatenate([[0], np.cumsum(samples.counts_at_home)])
-    return RoundParts(
-        samples=of - home_begin[samples.homes[of]],
-        begins=items,
-        pieces=table[np.lexsort((table[:, 6], table[:, 1], table[:, 0]))],
+def _joined(samples: RoundSamples, steps: Ranks | None, owns: list[Integers], plans: list[RoundPlan]) -> RoundPlan:
+    """The plan of a round, of one of each batch, whose samples are `owns`."""
+    of, begins, pieces = [], [], []
+    for batch, (own, plan) in enumerate(zip(owns, plans, strict=True)):
+        begins.append(np.zeros(own.size, np.int64) if plan.parts is None else plan.parts.begins)
+        of.append(own[np.cumsum(begins[-1] == 0) - 1])
+        if plan.parts is not None:
+            table = plan.parts.pieces.copy()
+            table[:, 0], table[:, 1] = batch, own[table[:, 1]]
+            pieces.append(table)
+    order = np.lexsort((np.concatenate(begins), np.concatenate(of)))
+    every = np.concatenate(of)[order]
+    return RoundPlan(
+        destinations=np.concatenate([plan.destinations for plan in plans])[order],
+        steps=None if steps is None else steps[every],
+        parts=RoundParts(
+            samples=samples.numbers_at_home(every),
+            begins=np.concatenate(begins)[order],
+            pieces=np.concatenate(pieces),
+        ),
+        loads_before=samples.home_loads,
+        loads_after=np.concatenate([plan.loads_after for plan in plans]),
+        batches=tuple(plan.batches[0] for plan in plans),
     )
 
 
-def _arrivals(targets: Integers) -> Integers:
-    """(m,) how many earlier parts have the same target: parts arrive by home, then in home order."""
-    order = np.argsort(targets, kind="stable")
-    firsts = np.flatnonzero(np.diff(targets[order], prepend=-1))
-    numbers = np.empty(targets.size, np.int64)
-    numbers[order] = np.arange(targets.size) - np.repeat(firsts, np.diff(np.append(firsts, targets.size)))
+def _arrivals(ranks: Integers) -> Integers:
+    """(m,) how many earlier parts have the same rank: parts arrive by home, then in home order."""
+    order = np.argsort(ranks, kind="stable")
+    firsts = np.flatnonzero(np.diff(ranks[order], prepend=-1))
+    numbers = np.empty(ranks.size, np.int64)
+    numbers[order] = np.arange(ranks.size) - np.repeat(firsts, np.diff(np.append(firsts, ranks.size)))
     return numbers
 
 
 class _Plan(NamedTuple):
-    """Ranks of whole samples, and samples in pieces, with the largest time of a rank, and how pieces were chosen."""
+    """A batch in parts: whole samples, then the pieces of those that are split.
 
-    whole: Integers
-    whole_ranks: Integers
+    Attributes:
+        samples: (parts,) the sample of each part.
+        ranks: (parts,) its rank.
+        base: (num_ranks,) load of the whole samples.
+        split: (split,) which samples are, of those that may be.
+        pieces: Theirs.
+        level: At which these were counted, of an even division.
+        full: Share of a piece; where a rank had less room, the piece went to another node.
+        time: The largest of a rank.
+    """
+
+    samples: Integers
+    ranks: Integers
+    base: Floats
     split: Integers
     pieces: Pieces
-    time: float
     level: float
     full: float
+    time: float
 
     @property
     def counts(self) -> Integers:
@@ -234,7 +219,8 @@ class _Search:
         self._samples, self._options, self._num_ranks = samples, options, num_ranks
         self._costs, self._homes, self._sizes = samples.costs.astype(np.float64), samples.homes, samples.moving_sizes
         divisible = Divisible.of_table(samples.divisible)
-        self._divisible, self._spans, self._table = divisible.samples, divisible.spans, table_of(divisible.spans)
+        self._divisible, self._first_items, self._spans = divisible.samples, divisible.first_items, divisible.spans
+        self._table = table_of(self._spans)
         self._own = self._costs[self._divisible]  # costs of those that may be split
         self._fixed = options.split.fixed
         self._speeds = np.array(options.speeds, np.float64) if options.speeds else np.ones(num_ranks)
@@ -251,6 +237,7 @@ class _Search:
         self._caps = np.array(options.memory_caps or [math.inf] * num_ranks, np.float64)
         capped = bool(options.memory_caps) and samples.memory is not None
         self._memory = samples.memory if capped and samples.memory is not None else np.zeros(self._costs.size)
+        self._placements = PLACEMENTS // 4  # of whole samples, that an attempt may try; half after each in vain
         self._fewest, self._pieces = cache(self._find_fewest), cache(self._find_pieces)
 
     def best(self, time: float) -> _Plan | None:
@@ -332,32 +319,41 @@ class _Search:
 
     def _attempt(self, split: Integers, counts: Integers, level: float, full: float, strategy: str) -> _Plan | None:
         """Places pieces first, whole samples in the room that they leave, and cuts by work or by room for memory."""
-        samples = self._divisible[split]
-        is_whole = np.ones(self._costs.size, np.bool_)
-        is_whole[samples] = False
-        whole, firsts = np.flatnonzero(is_whole), np.concatenate([[0], np.cumsum(counts)])
+        samples, firsts = self._divisible[split], np.concatenate([[0], np.cumsum(counts)])
+        whole = np.delete(np.arange(self._costs.size), samples)
         each = zip(split.tolist(), counts.tolist(), strict=True)
         times, costs = np.concatenate([self._pieces(sample, level, count) for sample, count in each], axis=1)
         placed = place_pieces(
             np.argsort(-self._own[split], kind="stable"), self._homes[samples].astype(np.int64), firsts, times,
             self._machine, self._even * self._speeds, full,
         )  # fmt: skip
-        memory = np.repeat(self._memory[samples] / counts, counts)
         try:
-            whole_ranks = self._around(whole, placed, times * self._speeds[placed], memory, strategy)
+            whole_ranks = self._around(
+                whole, placed, times * self._speeds[placed], np.repeat(self._memory[samples] / counts, counts), strategy
+            )
+        except PartitionNotFoundError:  # all attempts together try no more than twice as many as the first
+            self._placements //= 2
+            return None
         except PartitionError:
             return None
         begins, ends = np.zeros(placed.size, np.int64), np.zeros(placed.size, np.int64)
         ends[firsts[1:] - 1] = self._spans.positions[split]
         pieces = Pieces(self._table[split], firsts, placed, begins, ends)
-        plan = _Plan(whole, whole_ranks, split, pieces, math.inf, level, full)
-        plan = plan._replace(time=recut(self._base(plan), pieces, self._machine, costs, PASSES))
-        if not self._has_enough(plan):
+        base = np.bincount(whole_ranks, self._costs[whole], self._num_ranks).astype(np.float64)
+        time = recut(base, pieces, self._machine, costs, PASSES)
+        plan = _Plan(
+            np.concatenate([whole, np.repeat(samples, counts)]), np.concatenate([whole_ranks, placed]), base, split,
+            pieces, level, full, time,
+        )  # fmt: skip
+        fewest = self._options.min_samples
+        has_enough = int(np.bincount(plan.ranks, minlength=self._num_ranks).min()) >= fewest
+        if not has_enough and self._costs.size >= fewest * self._num_ranks:
             return None
-        if not self._fits(plan):
-            self._cut_by_memory(plan)
-            loads, exchange, _, _ = measure(self._base(plan), pieces, self._machine)
-            plan = plan._replace(time=float((loads / self._speeds + exchange).max()))
+        if self._fits(plan):
+            return plan
+        self._cut_by_memory(plan)
+        loads, exchange, _, _ = measure(base, pieces, self._machine)
+        plan = plan._replace(time=float((loads / self._speeds + exchange).max()))
         return plan if self._fits(plan) else None
 
     def _around(self, whole: Integers, placed: Integers, costs: Floats, memory: Floats, strategy: str) -> Integers:
@@ -365,27 +361,30 @@ class _Search:
         busy, options = np.bincount(placed, costs, self._num_ranks), self._options
         level = filled(busy / self._speeds, self._speeds, float(sum(self._costs[whole].tolist())))
         room = np.maximum(level * self._speeds - busy, LEAST * self._even)
-        caps = np.maximum(self._caps - np.bincount(placed, memory, self._num_ranks), 0.0)
-        found = partition(
+        problem = make_problem(
             self._costs[whole],
             self._homes[whole],
             self._num_ranks,
-            strategy=strategy,
             sizes=self._sizes[whole],
             counts=options.counts,
             tolerance=max(options.tolerance, TOLERANCE),
             move_price=options.move_price,
             speeds=np.clip(room / max(float(room.max()), np.finfo(np.float64).tiny), 1e-6, 1.0),
-            memory=self._memory[whole] if options.memory_caps else None,
-            memory_caps=caps if options.memory_caps else None,
             nodes=self._samples.nodes,
-            min_samples=options.min_samples,
         )
-        return found.destinations.astype(np.int64)
+        caps, amounts = None, self._memory[whole]
+        if options.memory_caps:
+            caps = np.maximum(self._caps - np.bincount(placed, memory, self._num_ranks), 0.0)
+        problem = with_caps(problem, amounts, caps, placements=self._placements)
+        ranks = assign(problem, strategy_named(strategy), options.min_samples)
+        check_fits(amounts, caps, ranks)
+        return ranks.astype(np.int64)
 
     def _cut_by_memory(self, plan: _Plan) -> None:
-        room = self._caps - np.bincount(plan.whole_ranks, self._memory[plan.whole], self._num_ranks)
         _, firsts, ranks, begins, ends = plan.pieces
+        num_whole = plan.samples.size - ranks.size
+        used = self._memory[plan.samples[:num_whole]]
+        room = self._caps - np.bincount(plan.ranks[:num_whole], used, self._num_ranks)
         for number, (first, last) in enumerate(pairwise(firsts.tolist())):
             own, span, order = ranks[first:last], self._table[plan.split[number]], np.arange(last - first - 1)
             share = np.cumsum(np.maximum(room[own], np.finfo(np.float64).tiny))
@@ -396,40 +395,27 @@ class _Search:
             each = self._memory[self._divisible[plan.split[number]]] / span["positions"]
             room[own] -= (ends[first:last] - begins[first:last]) * each
 
-    def _base(self, plan: _Plan) -> Floats:
-        """(num_ranks,) load of the whole samples."""
-        return np.bincount(plan.whole_ranks, self._costs[plan.whole], self._num_ranks).astype(np.float64)
-
-    def _parts(self, plan: _Plan) -> NDArray[Any]:
-        """(m,) of `PART`, the whole samples and all pieces."""
-        _, firsts, ranks, begins, ends = plan.pieces
-        numbers = np.repeat(plan.split, np.diff(firsts))
-        shares = (ends - begins) / self._spans.positions[numbers]
-        pieces = _parts(self._divisible[numbers], ranks, begins, ends, shares)
-        return np.concatenate([_parts(plan.whole, plan.whole_ranks), pieces])
-
-    def _has_enough(self, plan: _Plan) -> bool:
-        fewest = self._options.min_samples
-        if not fewest or self._costs.size < fewest * self._num_ranks:
-            return True
-        return int(np.bincount(self._parts(plan)["rank"], minlength=self._num_ranks).min()) >= fewest
+    def _shares(self, plan: _Plan) -> Floats:
+        """(parts,) of the positions of its sample, what each part has."""
+        _, _, ranks, begins, ends = plan.pieces
+        whole = np.ones(plan.samples.size - ranks.size)
+        return np.concatenate([whole, (ends - begins) / self._spans.positions[np.repeat(plan.split, plan.counts)]])
 
     def _fits(self, plan: _Plan) -> bool:
         if not self._options.memory_caps:
             return True
-        parts = self._parts(plan)
-        used = np.bincount(parts["rank"], self._memory[parts["sample"]] * parts["share"], self._num_ranks)
+        used = np.bincount(plan.ranks, self._memory[plan.samples] * self._shares(plan), self._num_ranks)
         return bool((used <= self._caps * ROUNDING).all())
 
-    def result(self, plan: _Plan, whole: RoundPlan | PartitionError) -> BatchParts:
-        """The plan, part by part, and its figures beside those of whole samples."""
-        loads, _, near, far = measure(self._base(plan), plan.pieces, self._machine)
-        parts, nodes, sizes = self._parts(plan), self._machine.nodes, self._sizes
-        homes, sizes_of = self._homes[parts["sample"]], sizes[parts["sample"]] * parts["share"]
-        moves, is_piece = parts["rank"] != homes, parts["end"] > 0
+    def result(self, plan: _Plan, whole: RoundPlan | PartitionError) -> RoundPlan:
+        """The batch, part by part, and its figures beside those of whole samples."""
+        loads, _, near, far = measure(plan.base, plan.pieces, self._machine)
+        homes, nodes, sizes = self._homes[plan.samples], self._machine.nodes, self._sizes
+        moved = sizes[plan.samples] * self._shares(plan)
         known = None if isinstance(whole, PartitionError) else whole.batches[0]
+        before = self._samples.home_loads if isinstance(whole, PartitionError) else whole.loads_before
         figures = Figures.of(
-            self._samples.home_loads[0] if isinstance(whole, PartitionError) else whole.loads_before[0],
+            before[0],
             loads,
             self._speeds if self._options.speeds else None,
             plan.time + self._fixed,
@@ -437,14 +423,34 @@ class _Search:
             if known is None
             else known.lower_bound,
             samples=self._costs.size,
-            moved_samples=int(np.count_nonzero(moves)),
+            moved_samples=int(np.count_nonzero(plan.ranks != homes)),
             size=int(sizes.sum()),
-            moved_size=round(float(sizes_of[moves].sum())),
-            moved_size_between_nodes=round(float(sizes_of[nodes[parts["rank"]] != nodes[homes]].sum())),
+            moved_size=round(float(moved[plan.ranks != homes].sum())),
+            moved_size_between_nodes=round(float(moved[nodes[plan.ranks] != nodes[homes]].sum())),
             split_samples=plan.split.size,
-            pieces=int(np.count_nonzero(is_piece)),
+            pieces=plan.pieces.ranks.size,
             exchanged=near + far,
             exchanged_between_nodes=far,
             max_load_whole=0.0 if known is None else known.max_load_after,
         )
-        return BatchParts(parts, loads, figures)
+        _, _, ranks, begins, ends = plan.pieces
+        of_piece, items = np.repeat(plan.split, plan.counts), np.zeros(plan.samples.size, np.int64)
+        first_items, granules = self._first_items[of_piece], self._spans.granule[of_piece]
+        items[-ranks.size :] = np.where(begins > 0, np.rint((begins - first_items) / granules), 0)
+        order, sequences = np.lexsort((items, plan.samples)), np.empty(items.size, np.int64)
+        sequences[order] = _arrivals(plan.ranks[order])
+        context, candidates = self._spans.context[of_piece], self._spans.candidates[of_piece]
+        of, arriving = plan.samples[-ranks.size :], sequences[-ranks.size :]
+        columns = (np.zeros(ranks.size), of, context, candidates, ranks, arriving, begins, ends)
+        return RoundPlan(
+            destinations=plan.ranks[order].astype(np.int32),
+            steps=None,
+            parts=RoundParts(
+                samples=self._samples.numbers_at_home(plan.samples[order]),
+                begins=items[order],
+                pieces=np.stack(columns, axis=1).astype(np.int64),
+            ),
+            loads_before=before,
+            loads_after=loads[None],
+            batches=(figures,),
+        )
