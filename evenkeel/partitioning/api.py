@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.filling import fill
 from evenkeel.partitioning.memory import check_fits, with_caps
 from evenkeel.partitioning.problem import Problem, Ranks, loads_of, make_problem, moved_sizes, plain_moved
 from evenkeel.partitioning.registry import Strategy, strategy_named
@@ -78,10 +77,37 @@ def _at_home(problem: Problem) -> Ranks:
     return problem.arrays.homes.copy()
 
 
+def _fill(problem: Problem, destinations: Ranks, at_least: int) -> Ranks:
+    """The assignment with at least so many samples on each rank, or floor of the mean where there are fewer.
+
+    A rank that has too few takes the lightest sample of those that have more, one after the other; of equal ones the
+    one that is smallest to move. The memory caps come first: a rank on which no sample has room stays as it is.
+    """
+    arrays = problem.arrays
+    counts = np.bincount(destinations, minlength=problem.num_ranks)
+    at_least = min(at_least, destinations.size // problem.num_ranks)
+    short = np.flatnonzero(counts < at_least)
+    if not short.size:
+        return destinations
+    filled, lightest_first = destinations.copy(), np.lexsort((arrays.sizes, arrays.costs))
+    memory = arrays.memory if arrays.caps.size else np.zeros(filled.size, np.int64)
+    room = arrays.caps.copy() if arrays.caps.size else np.zeros(problem.num_ranks, np.int64)
+    np.subtract.at(room, filled, memory)
+    for rank in np.repeat(short, at_least - counts[short]).tolist():
+        spare = (counts[filled] > at_least) & (memory <= room[rank])
+        candidates = lightest_first[spare[lightest_first]]
+        if candidates.size:
+            sample = candidates[0]
+            counts[[filled[sample], rank]] += [-1, 1]
+            np.add.at(room, [filled[sample], rank], [memory[sample], -memory[sample]])
+            filled[sample] = rank
+    return filled
+
+
 def assign(problem: Problem, strategy: Strategy, min_samples: int = 0) -> Ranks:
     """(n,) int32 rank of each sample by a strategy, with so many on each rank at least."""
     chosen = strategy if problem.num_ranks > 1 and problem.arrays.costs.size else _at_home
-    return fill(problem, chosen(problem), min_samples) if min_samples else chosen(problem)
+    return _fill(problem, chosen(problem), min_samples) if min_samples else chosen(problem)
 
 
 def partition(

@@ -25,6 +25,7 @@ LOOKED = 24  # samples that it looks at for them
 FIRST = 3  # ranks that it always looks at
 GOOD = 1.5  # times what a plain move of the right cost would move: no further rank is looked at for less
 PARTIAL = 1.2  # by how much cheaper an exchange must be that leaves the giver, or the taker, something to do
+LIGHT = 8  # times all samples, what `give_light_company` looks at
 # The tabu search
 PATIENCE = 60  # steps that bring nothing before it ends, for each unit of effort
 TENURE = 12  # steps for which a sample that was exchanged stays where it is
@@ -571,6 +572,41 @@ def exchange_in_groups(
     for r in ranks:
         cramped |= rows.length[r] >= rows.room[r] and rows.room[r] < arrays.most[r]
     return least, cramped
+
+
+@kernel
+def give_light_company(arrays: Arrays, order: Ranks, destinations: Ranks) -> bool:
+    """Exchanges what lies beside a sample that is most of its rank's limit for the lightest of other ranks.
+
+    Such a rank, where it is above its limit, needs the lightest of all ranks, of each a few. Takers stay within their
+    limits. Memory is not looked at.
+    """
+    rows = build_rows(arrays, order, destinations)
+    load, limits, budget, changed = rows.load, arrays.limits, LIGHT * order.size, False
+    above = load > limits
+    for giver in range(limits.size):
+        count = rows.length[giver] - 1  # entries beside the heaviest, of which the heavier ones go first
+        company, cost = rows.item[rows.start[giver] :], rows.cost[rows.start[giver] :]
+        if count <= 0 or 2 * cost[count] <= limits[giver]:
+            continue
+        for b in order:
+            if load[giver] <= limits[giver] or count == 0 or cost[count - 1] <= arrays.costs[b] or budget < 0:
+                break
+            budget -= 1
+            taker = destinations[b]
+            if above[taker]:
+                continue
+            x = _first_at_least(cost, 0, count, arrays.costs[b] + limits[taker] - load[taker] + 1) - 1
+            if x < 0 or cost[x] <= arrays.costs[b]:
+                continue
+            destinations[company[x]], destinations[b] = taker, giver
+            load[giver] -= cost[x] - arrays.costs[b]
+            load[taker] += cost[x] - arrays.costs[b]
+            count -= 1
+            for y in range(x, count):
+                company[y], cost[y] = company[y + 1], cost[y + 1]
+            changed = True
+    return changed
 
 
 def exchange_from(

@@ -214,7 +214,7 @@ def least_overflow(
             missing += counts[rank] < fewest[rank]
         rank += 1
         while rank < num_ranks:
-            budget -= 1 + rank // 8
+            budget -= 1 + int(rank) // 8
             is_new = counts[rank] < most[rank]
             for r in range(rank):  # a rank in the same state has been tried
                 if not is_new or (

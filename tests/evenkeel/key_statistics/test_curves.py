@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.references.key_traces import TRACES, simulated
-from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge, miss_curve
+from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, heavy_hitters, loads, merge, miss_curve
 from evenkeel.key_statistics.curves import in_sets, miss_rates
 from evenkeel.placement import Eviction, InvalidInputError
 
@@ -208,3 +210,21 @@ def test_too_few_steps_are_refused() -> None:
         miss_curve(_trace([np.arange(10)] * 3), 100)
     with pytest.raises(InvalidInputError, match="max_references"):
         KeySampler(["a", "b"], max_references=10)
+
+
+_KEYS = st.one_of(st.integers(-9, 9), st.integers(-(2**63), 2**63 - 1))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.lists(_KEYS, max_size=20), max_size=4))
+def test_keys_come_back_with_the_share_of_steps_that_looked_them_up(steps: list[list[int]]) -> None:
+    keys, wanted = heavy_hitters(_trace([np.array(step, dtype=np.int64) for step in steps]))
+    every = {key for step in steps for key in step}
+    expected = {key: sum(key in step for step in steps) / len(steps) for key in every}
+    assert dict(zip(keys.tolist(), wanted.tolist(), strict=True)) == pytest.approx(expected)
+    assert (np.diff(wanted) <= 0).all()
+
+
+def test_a_sample_of_the_keys_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"share: of the keys .* observe fewer steps"):
+        heavy_hitters(_trace([np.arange(10_000)], most=1 << 13))

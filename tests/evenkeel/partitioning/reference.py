@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def karmarkar_karp_sets(costs: Any, num_sets: int, *, equal: bool) -> list[int]:
@@ -70,3 +71,40 @@ def assignments(homes: Sequence[int], num_ranks: int, counts: str) -> Iterator[t
     for ranks in itertools.product(range(num_ranks), repeat=len(homes)):
         if all(ranks.count(r) in allowed[r] for r in range(num_ranks)):
             yield ranks
+
+
+class Traffic:
+    """What ranks send and receive: to each node once, a share to each of its ranks, which passes it on to the others.
+
+    Args:
+        num_ranks: Ranks.
+        nodes: Of each.
+        within: Price of a position that goes to a rank of the same node.
+        between: Price of one that goes to another.
+    """
+
+    def __init__(self, num_ranks: int, nodes: Any, within: float, between: float) -> None:
+        self.nodes, self.prices, self.first, self.then = nodes, (within, between), *np.zeros((2, 2, num_ranks))
+
+    def add(self, keys: float, source: int, targets: Sequence[int]) -> None:
+        """Keys and values of a piece go to the ranks of later ones."""
+        for relay in targets:
+            others = [rank for rank in targets if self.nodes[rank] == self.nodes[relay] and rank != relay]
+            share = keys / (len(others) + 1)
+            price = share * self.prices[int(self.nodes[source] != self.nodes[relay])]
+            self.first[:, [source, relay]] += [[price, 0.0], [0.0, price]]
+            for rank in others:
+                self.then[:, [relay, rank]] += share * self.prices[0] * np.eye(2)
+
+    def times(self) -> NDArray[np.float64]:
+        """(num_ranks,) the more of what is sent and received, and again of what is passed on."""
+        times: NDArray[np.float64] = self.first.max(axis=0) + self.then.max(axis=0)
+        return times
+
+
+def rows_of(users: Any, sizes: Any, ranks: Any) -> float:
+    """Rows that all ranks look up, where those of a sample are among those of its user's largest on the rank."""
+    largest: dict[tuple[int, int], float] = {}
+    for user, size, rank in zip(users.tolist(), sizes.tolist(), ranks.tolist(), strict=True):
+        largest[user, rank] = max(largest.get((user, rank), 0.0), size)
+    return sum(largest.values())

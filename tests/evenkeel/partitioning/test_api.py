@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import (
@@ -12,39 +13,9 @@ from evenkeel.partitioning import (
     partition,
     strategies,
 )
-from evenkeel.partitioning.problem import MAX_RANKS
+from evenkeel.partitioning.problem import BITS, MAX_RANKS, exponent_for, whole_units
 
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move", "plain")
-
-
-@st.composite
-def calls(draw: st.DrawFn, most_samples: int = 40, most_ranks: int = 7) -> dict[str, Any]:
-    """Arguments of every kind: integer and float costs, homes anywhere, with and without each option."""
-    num_ranks = draw(st.integers(1, most_ranks))
-    n = draw(st.integers(0, most_samples))
-    as_float = draw(st.booleans())
-    value = st.one_of(st.integers(0, 3), st.integers(0, 10**6))
-    costs = np.array(draw(st.lists(value, min_size=n, max_size=n)), np.int64)
-    if draw(st.booleans()):
-        homes = np.arange(n) * num_ranks // max(n, 1)
-    else:
-        homes = np.array(draw(st.lists(st.integers(0, num_ranks - 1), min_size=n, max_size=n)), np.int64)
-    call: dict[str, Any] = {
-        "costs": costs * 0.37 if as_float else costs,
-        "homes": homes.astype(np.int32),
-        "num_ranks": num_ranks,
-        "counts": draw(st.sampled_from(["equal", "free"])),
-        "strategy": draw(st.sampled_from(STRATEGIES)),
-    }
-    if draw(st.booleans()):
-        call["sizes"] = np.array(draw(st.lists(st.integers(0, 100), min_size=n, max_size=n)), np.int64)
-    if draw(st.booleans()):
-        call["speeds"] = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=num_ranks, max_size=num_ranks))
-    if draw(st.booleans()):
-        call["nodes"] = draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks))
-    if draw(st.booleans()):
-        call["tolerance"] = draw(st.sampled_from([0.0, 0.1]))
-    return call
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -130,3 +101,41 @@ def test_what_cannot_fit_is_told_with_the_shortfall() -> None:
 
 def test_strategies_are_listed() -> None:
     assert strategies() == STRATEGIES
+
+
+def test_the_lightest_are_taken_for_ranks_with_too_few_and_nothing_else_moves() -> None:
+    found = partition([5, 1, 7, 2], [0] * 4, 3, counts="free", min_samples=1, stay=True)
+    assert found.destinations.tolist() == [0, 1, 0, 2]
+    assert found.loads.tolist() == [12, 1, 2]
+    capped = {"memory": [4.0] * 3, "memory_caps": [12.0, 4.0, 1.0]}  # which come first
+    found = partition(np.ones(3), [0] * 3, 3, counts="free", min_samples=1, **capped)
+    assert np.bincount(found.destinations, minlength=3).tolist() == [2, 1, 0]
+
+
+FLOATS = st.lists(st.one_of(st.sampled_from([0.0, -0.0, 5e-324, 1e308]), st.floats(0, 1e308)), min_size=1, max_size=60)
+
+
+@settings(max_examples=100)
+@given(FLOATS)
+def test_units_keep_order_and_nearly_all_of_the_value(values: list[float]) -> None:
+    array = np.array(values)
+    exponent = exponent_for(float(array.max()), array.size)
+    units = whole_units(array, exponent)
+    assert sum(units.tolist()) <= 2**BITS
+    assert (np.diff(units[np.argsort(array)]) >= 0).all()
+    if array.max() > 0:
+        assert units.max() >= 2 ** (BITS - 8)
+        assert (abs(np.ldexp(units.astype(np.float64), -exponent) - array) <= array.max() * 2.0**-52).all()
+
+
+@pytest.mark.parametrize("strategy", ["karmarkar_karp", "lpt"])
+@pytest.mark.parametrize("unit", [0.5, 2.0**-1000, 2.0**900])
+def test_a_power_of_two_changes_nothing(strategy: str, unit: float) -> None:
+    for count in range(4, 40):
+        costs, homes = np.random.default_rng(count).integers(0, 10**6, count), np.arange(count) % 3
+        whole, scaled = (
+            partition(each, homes, 3, strategy=strategy, sizes=np.ones(count)) for each in (costs, costs * unit)
+        )
+        assert scaled.destinations.tolist() == whole.destinations.tolist()
+        assert scaled.loads.tolist() == (whole.loads * unit).tolist()
+        assert scaled.lower_bound == whole.lower_bound * unit

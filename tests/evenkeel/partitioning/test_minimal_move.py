@@ -2,11 +2,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from evenkeel.partitioning import partition
-from tests.evenkeel.partitioning.test_api import calls
 
 LENGTHS = {
     "uniform": lambda rng, n: rng.integers(1, 4097, n),
@@ -19,19 +16,6 @@ LENGTHS = {
 _POWER = np.arange(1.0, 4097.0) ** -1.2
 
 
-@settings(max_examples=200, deadline=None)
-@given(calls())
-def test_it_is_never_worse_than_the_others_by_more_than_the_tolerance(call: dict[str, Any]) -> None:
-    speeds = np.asarray(call.get("speeds", np.ones(call["num_ranks"])))
-    largest = {
-        strategy: float((partition(**{**call, "strategy": strategy, "move_price": 0.0}).loads / speeds).max())
-        for strategy in ("karmarkar_karp", "lpt", "minimal_move")
-    }
-    rounding = 1.0 + (speeds != 1).any()  # limits of whole numbers are rounded up rank by rank
-    best = min(largest["karmarkar_karp"], largest["lpt"])
-    assert largest["minimal_move"] <= best * (1 + call.get("tolerance", 1e-3)) * (1 + 1e-9) + rounding
-
-
 @pytest.mark.parametrize("lengths", sorted(LENGTHS))
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (64, 32), (32, 128)])
 @pytest.mark.parametrize("linear", [1024, 0])
@@ -41,13 +25,13 @@ def test_it_balances_every_kind_of_batch(lengths: str, shape: tuple[int, int], l
     for seed in range(2):
         values = LENGTHS[lengths](np.random.default_rng(seed), num_ranks * samples)
         costs, homes = values * values + linear * values, np.repeat(np.arange(num_ranks), samples)
-        over = {}
-        for strategy in ("karmarkar_karp", "lpt", "minimal_move"):
-            result = partition(costs, homes, num_ranks, strategy=strategy, sizes=values, move_price=0)
-            over[strategy] = float(result.loads.max()) / result.lower_bound
-        best = min(over["karmarkar_karp"], over["lpt"])
-        assert over["minimal_move"] <= max(best * 1.001, 1.001) * (1 + 1e-12)
-        assert over["minimal_move"] <= 1.002 * (1 + 1e-12) or best > 1.002
+        others, own = (
+            [partition(costs, homes, num_ranks, strategy=name, sizes=values, move_price=0) for name in names]
+            for names in (("karmarkar_karp", "lpt"), ("minimal_move",))
+        )
+        best, over = (min(float(one.loads.max()) / one.lower_bound for one in parts) for parts in (others, own))
+        assert over <= max(best * 1.001, 1.001) * (1 + 1e-12)
+        assert over <= 1.002 * (1 + 1e-12) or best > 1.002
 
 
 @pytest.mark.parametrize("lengths", ["uniform", "lognormal", "zipf"])
@@ -84,24 +68,6 @@ def test_overload_inside_a_node_stays_inside_it(homes: list[int]) -> None:
     assert result.moved_size_between_nodes == 0
 
 
-def test_heavy_tails_inside_nodes_do_not_leave_them() -> None:
-    lengths = np.clip(np.random.default_rng(2).lognormal(6, 1, 64 * 32), 1, 4096).astype(np.int64)
-    costs, homes, nodes = lengths * lengths, np.repeat(np.arange(64), 32), np.arange(64) // 8
-    blind = partition(costs, homes, 64, sizes=lengths)
-    result = partition(costs, homes, 64, sizes=lengths, nodes=nodes)
-    assert result.imbalance <= blind.imbalance * 1.001
-    assert result.moved_size_between_nodes < 0.5 * lengths[nodes[blind.destinations] != nodes[homes]].sum()
-
-
-def test_a_slow_rank_gets_less() -> None:
-    rng = np.random.default_rng(5)
-    costs = rng.integers(1, 1000, 512)
-    speeds = np.array([1.0, 1.0, 0.5, 1.0])
-    result = partition(costs, np.arange(512) // 128, 4, speeds=speeds)
-    assert result.imbalance <= 1.002
-    assert result.loads[2] < 0.6 * result.loads[0]
-
-
 def test_all_samples_on_one_rank_are_spread() -> None:
     costs = np.random.default_rng(6).integers(1, 1000, 20_000)
     for counts in ("equal", "free"):
@@ -114,17 +80,6 @@ def time_of(part: Any, move_price: float) -> float:
     """Load and moves in multiples of the bound, computed from the answer alone."""
     load = float(part.loads.max()) / part.lower_bound if part.lower_bound else 1.0
     return load + (move_price * part.moved_size / part.size if part.size else 0.0)
-
-
-@settings(max_examples=200, deadline=None)
-@given(calls(), st.sampled_from([0.0, 0.003, 0.01, 0.1, 1.0, 30.0]))
-def test_load_and_moves_together_take_no_longer_than_staying(call: dict[str, Any], price: float) -> None:
-    call = {name: value for name, value in call.items() if name not in ("speeds", "nodes", "memory", "memory_caps")}
-    part = partition(**{**call, "strategy": "minimal_move", "move_price": price})
-    held = np.bincount(call["homes"], minlength=call["num_ranks"])
-    if part.lower_bound and (call.get("counts") == "free" or np.ptp(held) <= 1):
-        staying = float(part.home_loads.max()) / part.lower_bound
-        assert time_of(part, price) <= (staying + call.get("tolerance", 1e-3)) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("lengths", "shape", "seed"), [("heaped", (8, 32), 1001), ("heaped", (16, 32), 1000)])

@@ -9,7 +9,7 @@ from evenkeel.partitioning import slice_plan
 from evenkeel.partitioning.slices import slices_of
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=6),
     st.integers(0, 4),
@@ -25,7 +25,7 @@ def test_slices_say_what_each_rank_sends_and_receives(
     n, num_ranks = sum(counts), len(counts)
     destinations = rng.integers(0, num_ranks, n).astype(np.int32)
     steps = None if batches is None else rng.integers(0, batches, n).astype(np.int32)
-    lengths = rng.integers(0, 2**31, (n, fields)).astype(dtype)
+    lengths = rng.integers(0, 2**40 if dtype is np.int64 else 2**31, (n, fields)).astype(dtype)
     homes = np.repeat(np.arange(num_ranks), counts)
     if plainly:
         slices = slices_of(destinations, np.array(counts), lengths, steps, batches or 1, compiled=False)
@@ -70,3 +70,10 @@ def test_slices_say_what_each_rank_sends_and_receives(
 def test_wrong_plans_are_refused(destinations: list[float], counts: Any, lengths: list[int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         slice_plan(destinations, counts, lengths)
+
+
+def test_batches_without_the_batch_of_each_sample_are_refused() -> None:
+    for steps, count, words in ((None, 2, "num_steps is 2, and steps are none"), ([0], 0, "num_steps is 0, and steps"),
+                                ([2], 2, r"steps\[0\] is 2; pass numbers from 0 to 1")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            slice_plan([0], [1], [[1]], steps, count)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
-from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
-from evenkeel.partitioning.slices import Slice
-from evenkeel.partitioning.splits import Cuts, SplitOptions, SplitSample, part_ranges, read_parts, read_splits
+from evenkeel.partitioning.rounds import RankPlan, RoundOptions, RoundPlan
+from evenkeel.partitioning.splits import Cuts, SplitOptions, part_ranges, read_parts, read_splits
 from evenkeel.partitioning.stages import plan_round, slice_round
 from tests.evenkeel.protocol.rounds import GRANULE, HEAD, ROLES, Round, make_round, rounds, split_samples
 
@@ -25,35 +23,25 @@ def own_of(done: Round, rank: int) -> slice:
     return slice(int(ends[rank] - done.samples.counts_at_home[rank]), int(ends[rank]))
 
 
-@dataclass(frozen=True)
-class Own:
-    """What a rank does of a plan: the batch of each of its samples, where its parts go, and how samples are cut."""
-
-    steps: NDArray[np.int32] | None
-    slices: tuple[Slice, ...]
-    cuts: tuple[Cuts | None, ...]
-    splits: tuple[tuple[SplitSample, ...], ...]
-
-
-def owns(done: Round, plan: RoundPlan) -> list[Own]:
+def owns(done: Round, plan: RoundPlan) -> list[RankPlan]:
     """What each rank is sent of a plan, as a directive has it."""
     slices, found = slice_round(plan, done.samples), []
     for rank in range(done.samples.num_ranks):
         own = slice(int(slices.home_begin[rank]), int(slices.home_begin[rank + 1]))
         steps, count = None if slices.steps is None else slices.steps[own], len(plan.batches)
-        cuts, splits = (None,) * count, ((),) * count
+        one = RankPlan(steps=steps, slices=slices.batches_of(rank), cuts=(None,) * count, splits=((),) * count)
         if plan.parts is not None:
             further = np.stack([plan.parts.samples[own], plan.parts.begins[own]], axis=1)[plan.parts.begins[own] > 0]
             steps, cuts = read_parts(further, own.stop - own.start - len(further), steps, count)
-            splits = read_splits(plan.parts.pieces, count)
-        found.append(Own(steps, slices.batches_of(rank), cuts, splits))
+            one = replace(one, steps=steps, cuts=cuts, splits=read_splits(plan.parts.pieces, count))
+        found.append(one)
     return found
 
 
 Part = tuple[int, int, int, int]  # rank and sample that it is of, its first item, and the one after its last
 
 
-def carried_out(done: Round, plans: list[Own], batch: int) -> list[list[Part]]:
+def carried_out(done: Round, plans: list[RankPlan], batch: int) -> list[list[Part]]:
     """What each rank trains in a batch, in the order of arrival; checks what it is told to expect."""
     arrived: list[list[Part]] = [[] for _ in plans]
     totals = np.zeros((len(plans), len(plans), ROLES.size), np.int64)
@@ -61,10 +49,10 @@ def carried_out(done: Round, plans: list[Own], batch: int) -> list[list[Part]]:
         own = own_of(done, rank)
         lengths = done.samples.lengths[own]
         trained = np.arange(len(lengths)) if plan.steps is None else np.flatnonzero(plan.steps == batch)
-        cuts = plan.cuts[batch]
+        cuts = plan.cuts_in(batch)
         if cuts is None:
             cuts = Cuts(samples=np.arange(trained.size), begins=np.zeros(trained.size, np.int64))
-        assert cuts.num_samples == trained.size
+        assert cuts.num_samples == trained.size == plan.own_in(batch)
         begins, ends = part_ranges(lengths[trained], cuts, ROLES)
         sent = ends - begins
         for part, target in enumerate(plan.slices[batch].destinations.tolist()):

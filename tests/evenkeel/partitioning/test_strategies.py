@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from scipy.optimize import linear_sum_assignment
 from evenkeel.partitioning import PartitionError, partition
 from evenkeel.partitioning.karmarkar_karp import difference
 from evenkeel.partitioning.matching import EXACT, heaviest_assignment
-from evenkeel.partitioning.problem import ascending_order, crowding_bound, make_problem
+from evenkeel.partitioning.problem import ascending_order, crowding_bound
 from tests.evenkeel.partitioning.reference import allowed_counts, assignments, karmarkar_karp_sets, lpt_loads
-from tests.evenkeel.partitioning.test_api import calls
 
 INTEGERS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2**40)), max_size=40)
 
@@ -26,7 +24,7 @@ def _check(costs: np.ndarray, num_sets: int) -> None:
     assert difference(costs, order, num_sets, False).tolist() == karmarkar_karp_sets(costs, num_sets, equal=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(INTEGERS, st.integers(1, 9))
 def test_integer_costs_match_the_transcription(costs: list[int], num_sets: int) -> None:
     _check(np.array(costs, np.int64), num_sets)
@@ -40,7 +38,7 @@ def test_many_sets_match_the_transcription(distinct: int) -> None:
     _check(rng.integers(0, distinct, 330) * 7, 130)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 7), st.sampled_from(["equal", "free"]))
 def test_longest_first_matches_the_transcription(costs: list[int], num_ranks: int, counts: str) -> None:
     floor, remainder = divmod(len(costs), num_ranks)
@@ -59,7 +57,7 @@ def test_a_faster_rank_gets_more() -> None:
     assert result.imbalance == pytest.approx(1.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 9), st.integers(0, 10**6), st.sampled_from([3, 1000]))
 def test_the_assignment_is_the_heaviest(n: int, seed: int, distinct: int) -> None:
     weights = np.random.default_rng(seed).integers(-distinct, distinct, (n, n)).astype(np.float64)
@@ -101,7 +99,7 @@ def test_many_ranks_of_several_kinds_get_sets_of_their_kind() -> None:
     assert np.bincount(result.destinations).tolist() == np.bincount(homes).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=8), st.integers(2, 3), st.booleans())
 def test_the_crowding_bound_holds_for_every_assignment(costs: list[int], num_ranks: int, equal: bool) -> None:
     homes = [i * num_ranks // len(costs) for i in range(len(costs))]
@@ -127,19 +125,6 @@ def test_crowding_proves_what_the_mean_cannot() -> None:
     """Five samples of ten on two ranks: one gets three."""
     values = np.array([10, 10, 10, 10, 10, 0, 0, 0])
     assert crowding_bound(values, ascending_order(values), 4, 2) == 30.0
-
-
-@settings(max_examples=150, deadline=None)
-@given(calls())
-def test_it_sees_the_problem_that_the_kernels_see(call: dict[str, Any]) -> None:
-    how = {"sizes": None, "counts": "equal", "tolerance": 1e-3, "move_price": 0.01, "speeds": None, "nodes": None}
-    how |= {name: value for name, value in call.items() if name not in ("strategy", "memory", "memory_caps")}
-    plain, compiled = make_problem(**how, compiled=False), make_problem(**how)
-    assert plain.bound == pytest.approx(compiled.bound, rel=1e-15)
-    for name in ("arrays", "order", "home_counts", "home_loads"):
-        one, other = (getattr(each, name) for each in (plain, compiled))
-        for x, y in zip(one, other, strict=True) if name == "arrays" else [(one, other)]:
-            np.testing.assert_allclose(x, y, rtol=1e-15)
 
 
 @pytest.mark.parametrize("counts", ["equal", "free"])
