@@ -11,11 +11,12 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -98,12 +99,21 @@ def _describe_server(end: Connection, preloaded: str) -> None:
 
 
 class Program:
-    """`python -m MODULE ARGUMENTS` without the start of an interpreter; used like a `subprocess.Popen`."""
+    """`python -m MODULE ARGUMENTS` without the start of an interpreter; used like a `subprocess.Popen`.
+
+    With `forks` it also has the server that it forks processes of its own from, with everything imported.
+    """
 
     def __init__(
-        self, module: str, *arguments: str, output: Path | None = None, errors: Path | None = None, **environment: str
+        self,
+        module: str,
+        *arguments: str,
+        output: Path | None = None,
+        errors: Path | None = None,
+        forks: bool = False,
+        **environment: str,
     ) -> None:
-        self._process = process(_run_module, module, arguments, output, errors, environment)
+        self._process = process(_run_module, module, arguments, output, errors, environment, forks)
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -153,13 +163,34 @@ def _run_module(
     output: Path | None,
     errors: Path | None,
     environment: Mapping[str, str],
+    forks: bool,
 ) -> None:
     os.environ.update(environment)
     for number, path in ((1, output), (2, errors or output)):
         if path is not None:
             with path.open("ab") as file:
                 os.dup2(file.fileno(), number)
+    if forks:
+        _fork_server()
     sys.argv = [module, *arguments]
     sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun starts its ranks
     sys.modules.pop(f"{module}.__main__", None)  # which runpy would warn of, on the log of what runs
     _left.append(runpy.run_module(module, run_name="__main__", alter_sys=True))
+
+
+def _fork_server() -> None:
+    """Forks what multiprocessing would start with an interpreter of its own, which imports everything once more."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    alive, server._forkserver_alive_fd = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0evenkeel-{os.getpid()}-{os.urandom(8).hex()}")  # abstract: goes with the last that has it
+        listener.listen()
+        server._forkserver_address = listener.getsockname()
+        server._forkserver_pid = os.fork() or None
+        if server._forkserver_pid is None:
+            os.close(server._forkserver_alive_fd)
+            try:
+                forkserver.main(listener.detach(), alive, [])  # until nobody has the other end
+            finally:
+                os._exit(0)
+    os.close(alive)
