@@ -3,10 +3,10 @@
     python -m benchmarks.rounds [--quick] [--json FILE]
 
 A round is what the lead does with all contributions in its hands, until slices are ready to scatter: the request is
-written, sent to a balancer in processes of its own, the response read, the plan cut. Its floor is `plan_round` and
-`slice_round` in this process; both take turns, on the same rounds. Of many jobs, each has a connection of its own and
-asks again as soon as it is answered, all from this process, which shares the machine's cores with the balancer;
-requests are written ahead.
+written, sent to a balancer in processes of its own, the response read, the plan cut. Its floors are `plan_round` and
+`slice_round` in this process, and a call of a bare gRPC server that echoes as many bytes; all take turns, on the same
+rounds. Of many jobs, each has a connection of its own and asks again as soon as it is answered, all from this process,
+which shares the machine's cores with the balancer; requests are written ahead.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
+from benchmarks.harness import zygote
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.results import write
 from evenkeel.partitioning import warm_up
@@ -58,10 +62,13 @@ def request_of(samples: RoundSamples, number: int = 0) -> bytes:
     return write_request(samples, RoundOptions(), RoundNames(job="job", round=number), RunFacts())
 
 
-def measure_sizes(address: str, sizes: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
-    """Milliseconds of served rounds and of their floor, by number of ranks."""
+def measure_sizes(address: str, echo: str, sizes: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
+    """Milliseconds of served rounds and of their floors, by number of ranks."""
     entries = []
-    with grpc.insecure_channel(address, options=_CHANNEL) as channel:
+    with (
+        grpc.insecure_channel(address, options=_CHANNEL) as channel,
+        grpc.insecure_channel(echo, options=_CHANNEL) as echoing,
+    ):
         call = channel.unary_unary(METHOD)
 
         def serve(samples: RoundSamples) -> None:
@@ -76,69 +83,104 @@ def measure_sizes(address: str, sizes: tuple[int, ...], seconds: float) -> list[
             for samples in rounds:
                 serve(samples)
                 plan(samples)
-            served, floor, ends, number = [], [], time.perf_counter() + seconds, 0
-            while time.perf_counter() < ends or number < 2 * DRAWS:
-                samples = rounds[number % DRAWS]
-                served.append(_milliseconds(serve, samples))
-                floor.append(_milliseconds(plan, samples))
-                number += 1
+            request = request_of(rounds[0])
+            answer = len(call(request, timeout=TIMEOUT_SECONDS, metadata=METADATA))
+            bounce = echoing.unary_unary(f"/echo/{answer}")
+            times: dict[str, list[float]] = {"served": [], "plan": [], "echo": []}
+            ends = time.perf_counter() + seconds
+            while time.perf_counter() < ends or len(times["echo"]) < 2 * DRAWS:
+                samples = rounds[len(times["echo"]) % DRAWS]
+                times["served"].append(_milliseconds(partial(serve, samples)))
+                times["plan"].append(_milliseconds(partial(plan, samples)))
+                times["echo"].append(_milliseconds(partial(bounce, request, timeout=TIMEOUT_SECONDS)))
             entry = {
-                "ranks": ranks,
-                "rounds": number,
-                "p50_ms": float(np.percentile(served, 50)),
-                "p99_ms": float(np.percentile(served, 99)),
-                "floor_ms": float(np.percentile(floor, 50)),
-            }
-            entry["over_floor"] = entry["p50_ms"] / entry["floor_ms"]
+                "ranks": ranks, "rounds": len(times["echo"]), "p50_ms": float(np.median(times["served"])),
+                "p99_ms": float(np.percentile(times["served"], 99)), "floor_ms": float(np.median(times["plan"])),
+                "echo_ms": float(np.median(times["echo"])),
+            }  # fmt: skip
             print(
-                f"{ranks:5} ranks: p50 {entry['p50_ms']:.2f}, p99 {entry['p99_ms']:.2f}, floor "
-                f"{entry['floor_ms']:.2f} ms, {entry['over_floor']:.2f} times",
+                f"{ranks:5} ranks: p50 {entry['p50_ms']:.2f}, p99 {entry['p99_ms']:.2f} ms; planned here "
+                f"{entry['floor_ms']:.2f}, bytes echoed {entry['echo_ms']:.2f}",
                 flush=True,
             )
             entries.append(entry)
     return entries
 
 
-async def measure_jobs(address: str, numbers: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
-    """Rounds a second, by number of jobs."""
+async def measure_jobs(address: str, echo: str, numbers: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
+    """Rounds a second, and echoes of the same bytes, by number of jobs."""
     requests = [request_of(draw_samples(JOB_RANKS, seed), seed) for seed in range(2 * DRAWS)]
+    async with grpc.aio.insecure_channel(address, options=_CHANNEL) as channel:
+        answer = await channel.unary_unary(METHOD)(requests[0], timeout=TIMEOUT_SECONDS, metadata=METADATA)
     entries = []
     for jobs in numbers:
-        channels = [grpc.aio.insecure_channel(address, options=_CHANNEL) for _ in range(jobs)]
-        counts, ends = np.zeros(jobs, np.int64), float("inf")
-
-        async def run(job: int) -> None:
-            call = channels[job].unary_unary(METHOD)  # noqa: B023
-            while time.perf_counter() < ends:  # noqa: B023
-                await call(requests[int(counts[job]) % len(requests)], timeout=TIMEOUT_SECONDS, metadata=METADATA)  # noqa: B023
-                counts[job] += 1  # noqa: B023
-
-        running = [asyncio.create_task(run(job)) for job in range(jobs)]
-        while counts.min() < 2:  # all are connected
-            await asyncio.sleep(0.01)
-        counts[:] = 0
-        began = time.perf_counter()
-        ends = began + seconds
-        await asyncio.gather(*running)
-        taken = time.perf_counter() - began
-        await asyncio.gather(*[channel.close() for channel in channels])
-        entry = {
-            "jobs": jobs,
-            "rounds_per_second": float(counts.sum() / taken),
-            "least_share": float(counts.min() / counts.mean()),
-        }
-        print(
-            f"{jobs:5} jobs: {entry['rounds_per_second']:.0f} rounds a second, the slowest job "
-            f"{entry['least_share']:.2f} of the mean",
-            flush=True,
-        )
-        entries.append(entry)
+        rounds = await _calls_per_second(address, METHOD, requests, jobs, seconds)
+        echoes = await _calls_per_second(echo, f"/echo/{len(answer)}", requests, jobs, seconds)
+        entries.append({"jobs": jobs, "rounds_per_second": rounds, "echoes_per_second": echoes})
+        print(f"{jobs:5} jobs: {rounds:.0f} rounds a second; bytes echoed {echoes:.0f}", flush=True)
     return entries
 
 
-def _milliseconds(call: Callable[[RoundSamples], None], samples: RoundSamples) -> float:
+async def _calls_per_second(address: str, method: str, requests: list[bytes], jobs: int, seconds: float) -> float:
+    channels = [grpc.aio.insecure_channel(address, options=_CHANNEL) for _ in range(jobs)]
+    counts, ends = np.zeros(jobs, np.int64), float("inf")
+
+    async def run(job: int) -> None:
+        call = channels[job].unary_unary(method)
+        while time.perf_counter() < ends:
+            await call(requests[int(counts[job]) % len(requests)], timeout=TIMEOUT_SECONDS, metadata=METADATA)
+            counts[job] += 1
+
+    running = [asyncio.create_task(run(job)) for job in range(jobs)]
+    while counts.min() < 2:  # all are connected
+        await asyncio.sleep(0.01)
+    counts[:] = 0
     began = time.perf_counter()
-    call(samples)
+    ends = began + seconds
+    await asyncio.gather(*running)
+    taken = time.perf_counter() - began
+    await asyncio.gather(*[channel.close() for channel in channels])
+    return float(counts.sum() / taken)
+
+
+class _Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers a call of `/echo/N` with the first N bytes of its request."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        size = int(details.method.rpartition("/")[2])
+
+        async def answer(request: bytes, _: object) -> bytes:
+            return request[:size]
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+async def _serve_echo(end: Connection) -> None:
+    server = grpc.aio.server(handlers=[_Echo()], options=[*_CHANNEL, ("grpc.so_reuseport", 0)])
+    end.send(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    await server.wait_for_termination()
+
+
+def _run_echo(end: Connection) -> None:
+    asyncio.run(_serve_echo(end))
+
+
+@contextmanager
+def running_echo() -> Iterator[str]:
+    """The address of a server in a process of its own that does nothing but gRPC: the least that any service takes."""
+    ours, theirs = zygote.context.Pipe(duplex=False)
+    process = zygote.process(_run_echo, theirs)
+    try:
+        yield f"127.0.0.1:{ours.recv()}"
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
     return (time.perf_counter() - began) * 1e3
 
 
@@ -149,9 +191,9 @@ def main() -> None:
     options = parser.parse_args()
     seconds = 1.0 if options.quick else 10.0
     warm_up()
-    with running_balancer("--log-level", "warning", interpreter=True) as balancer:
-        sizes = measure_sizes(balancer.address, RANKS, seconds)
-        jobs = asyncio.run(measure_jobs(balancer.address, JOBS, seconds))
+    with running_balancer("--log-level", "warning", interpreter=True) as balancer, running_echo() as echo:
+        sizes = measure_sizes(balancer.address, echo, RANKS, seconds)
+        jobs = asyncio.run(measure_jobs(balancer.address, echo, JOBS, seconds))
     document = {
         "samples_per_rank": SAMPLES,
         "fields": FIELDS,
