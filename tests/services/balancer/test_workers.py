@@ -28,7 +28,7 @@ def lead(balancer: ServiceProcess) -> Iterator[Lead]:
     ("strategy", "code", "message"),
     [
         ("crash", "UNAVAILABLE", "has ended; call again"),
-        ("spin", "DEADLINE_EXCEEDED", "planning took longer than 10 s"),
+        ("spin", "DEADLINE_EXCEEDED", "planning took longer than 6 s"),
     ],
 )
 def test_others_go_on_beside_it(balancer: ServiceProcess, lead: Lead, strategy: str, code: str, message: str) -> None:
@@ -39,7 +39,7 @@ def test_others_go_on_beside_it(balancer: ServiceProcess, lead: Lead, strategy: 
         began = time.monotonic()
         lead.plan(make_round(4, 4))
         slowest, served = max(slowest, time.monotonic() - began), served + 1
-    assert slowest < 8  # nobody waited for the one that hangs
+    assert slowest < 5  # nobody waited for the one that hangs
     assert wrong.code().name == code
     assert message in wrong.details()
     deadline = time.monotonic() + SECONDS
@@ -55,8 +55,8 @@ def test_workers_from_outside(balancer: ServiceProcess, lead: Lead, number: sign
         os.kill(pid, number)
     while len(now := workers_of(balancer)) != 2 or set(before) & set(now):
         assert time.monotonic() < deadline
-        call = lead.future(make_round(4, 4))
-        codes.add(call.code().name)
+        calls = [lead.future(make_round(4, 4)) for _ in before]
+        codes |= {call.code().name for call in calls}
     assert codes - {"OK"} == {"UNAVAILABLE" if number == signal.SIGKILL else "DEADLINE_EXCEEDED"}
     for _ in range(10):
         lead.plan(make_round(4, 4))

@@ -1,5 +1,6 @@
 """The list of commands: there at once, wherever it is asked for; and what commands share."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -31,27 +32,40 @@ def test_help_lists_every_command_and_loads_none(given: str) -> None:
     assert ("PyTorch is not installed here" in shown.stdout) == bool(given)
 
 
+WITHOUT = """
+import json, sys
+sys.modules[sys.argv[1]] = None
+from contextlib import redirect_stderr
+from io import StringIO
+from trainer_client.cli import main
+said = []
+for command in json.loads(sys.argv[2]):
+    sys.argv = ["evenkeel", *command]
+    with redirect_stderr(StringIO()) as errors:
+        try:
+            main()
+        except SystemExit as ended:
+            said.append((ended.code, errors.getvalue()))
+print("said", json.dumps(said), sep="\\n")
+"""
+
+
 @pytest.mark.parametrize(
-    ("missing", "arguments", "needed"),
+    ("missing", "commands"),
     [
-        ("torch", ["checkpoint", "inspect", "."], True),
-        ("torch", ["calibrate"], True),
-        ("torch", ["plan", "none.json"], False),
-        ("grpc", ["doctor", "--balancer", "127.0.0.1:1"], True),
-        ("grpc", ["top", "127.0.0.1:1", "--count", "1"], False),
-        ("grpc", ["calibrate", "--raw"], False),
-        ("grpc", ["checkpoint", "inspect", "."], False),
+        ("torch", {"checkpoint inspect .": True, "calibrate": True, "plan none.json": False}),
+        ("grpc", {"doctor --balancer 127.0.0.1:1": True, "top 127.0.0.1:1 --count 1": False, "calibrate --raw": False,
+                  "checkpoint inspect .": False}),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_what_a_command_needs_is_said_and_nothing_else_is_needed(
-    missing: str, arguments: list[str], needed: bool
-) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None; from trainer_client.cli import main; main()"
-    shown = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
-    assert shown.returncode in (1, 2)
-    assert "Traceback" not in shown.stderr
-    assert (shown.stderr.startswith("error: ") and "install" in shown.stderr) == needed
+)  # fmt: skip
+def test_what_a_command_needs_is_said_and_nothing_else_is_needed(missing: str, commands: dict[str, bool]) -> None:
+    asked = json.dumps([command.split() for command in commands])
+    done = subprocess.run([sys.executable, "-c", WITHOUT, missing, asked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.partition("said\n")[2])
+    for (command, needed), (code, text) in zip(commands.items(), said, strict=True):
+        assert code in (1, 2), command
+        assert (text.startswith("error: ") and "install" in text) == needed, (command, text)
 
 
 def test_an_output_that_is_full_is_an_error_in_a_sentence(
