@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol.plan_round import read_response, write_request
 from tests.evenkeel.protocol.rounds import Round
+from tests.waiting import until
 
 SECONDS = 30.0  # a starved machine is no failure
 SERVICE = "evenkeel.balancer.v2.BalancerService"
@@ -85,10 +85,9 @@ def workers_of(balancer: ServiceProcess) -> list[int]:
 
 def wait_for_workers(balancer: ServiceProcess) -> list[int]:
     """Process ids of both workers, which are ready."""
-    deadline = time.monotonic() + SECONDS
-    while True:
+
+    def ready() -> list[int]:
         pids, log = workers_of(balancer), balancer.log
-        if len(pids) == 2 and all(f'"pid": {pid},' in log for pid in pids):
-            return pids
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return pids if len(pids) == 2 and all(f'"pid": {pid},' in log for pid in pids) else []
+
+    return until(ready, SECONDS)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import grpc
 
@@ -15,6 +13,7 @@ from evenkeel.partitioning.speeds import Straggler
 from evenkeel.protocol.plan_round import RoundNames, RunFacts
 from tests.evenkeel.protocol.rounds import make_round
 from tests.services.balancer.calls import Lead
+from tests.waiting import until
 
 SAMPLES = 32
 SECONDS = 60.0  # a starved machine is no attack
@@ -62,11 +61,8 @@ class RunningJob:
 
     def wait(self, rounds: int) -> None:
         """Returns when so many rounds were planned."""
-        deadline = time.monotonic() + SECONDS
-        while self.planned < rounds:
-            assert not self.troubles, self.troubles
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: self.troubles or self.planned >= rounds, SECONDS)
+        assert not self.troubles, self.troubles
 
     def _run(self) -> None:
         lead, number = Lead(self._channel), 0
@@ -80,15 +76,3 @@ class RunningJob:
                 self.troubles.append(str(error))
                 return
             number += 1
-
-
-def eventually(call: Callable[[], Any], seconds: float = SECONDS) -> Any:
-    """What a call returns as soon as it is not refused."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return call()
-        except grpc.RpcError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -26,6 +25,7 @@ from services.security.tokens import TokenStore, hash_token
 from services.security.transport import Transport
 from tests.services.balancer.jobs import SAMPLES, TROUBLE, RunningJob, watched
 from tests.services.balancer.test_history import summary_of
+from tests.waiting import until
 
 RANKS, LATE = 4, 2
 SECONDS = 60.0
@@ -40,15 +40,6 @@ def get(url: str, token: str = "", context: ssl.SSLContext | None = None) -> tup
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
-
-
-def until(read: Any, condition: Any) -> Any:
-    """What is read, once it is as wanted."""
-    deadline = time.monotonic() + SECONDS
-    while not condition(found := read()):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +69,7 @@ def test_a_running_job_is_shown_with_its_rounds_and_ranks(url: str) -> None:
     assert set(rounds["samples"]) == {RANKS * SAMPLES}
     assert [rank["delay"] for rank in document["ranks"]] == [None, None, "loading", None]
     since = rounds["number"][-1] + 1
-    later = until(lambda: get(f"{url}/v1/stream?job=a-train&since={since}")[1]["rounds"]["number"], bool)
+    later = until(lambda: get(f"{url}/v1/stream?job=a-train&since={since}")[1]["rounds"]["number"])
     assert later[0] == since
     with urllib.request.urlopen(f"{url}/metrics", timeout=SECONDS) as answer:
         lines = answer.read().decode().splitlines()
@@ -132,7 +123,7 @@ def test_tokens_and_tls_are_those_of_the_balancer(tmp_path: Path) -> None:
             with urllib.request.urlopen(f"{scheme}://{place}/", timeout=SECONDS, context=context) as answer:
                 assert b"Evenkeel balancer" in answer.read()
         write_tokens(known)  # withdrawn
-        until(lambda: get(f"http://{place}/v1/streams", TOKEN)[0], lambda status: status == 401)
+        until(lambda: get(f"http://{place}/v1/streams", TOKEN)[0] == 401)
 
 
 class Site(BalancerSite):

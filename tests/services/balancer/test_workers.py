@@ -15,6 +15,7 @@ import pytest
 from benchmarks.harness.balancer_process import ServiceProcess, until_logged
 from tests.evenkeel.protocol.rounds import make_round
 from tests.services.balancer.calls import SECONDS, Lead, lead_of, refused, wait_for_workers, workers_of
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -42,9 +43,7 @@ def test_others_go_on_beside_it(balancer: ServiceProcess, lead: Lead, strategy: 
     assert slowest < 5  # nobody waited for the one that hangs
     assert wrong.code().name == code
     assert message in wrong.details()
-    deadline = time.monotonic() + SECONDS
-    while len(before & set(wait_for_workers(balancer))) != 1:
-        assert time.monotonic() < deadline
+    until(lambda: len(before & set(wait_for_workers(balancer))) == 1, SECONDS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -92,8 +91,5 @@ def test_it_ends_while_workers_are_busy(balancer: ServiceProcess) -> None:
         assert balancer.running.poll() == 0
         with refused("UNAVAILABLE"):
             lead.plan(make_round(), timeout=1.0)
-    deadline = time.monotonic() + SECONDS
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), SECONDS)
     balancer.start()

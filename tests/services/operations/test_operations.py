@@ -27,6 +27,7 @@ from services.operations import probe
 from services.operations.http import OperationsServer
 from services.operations.launch import running_service
 from services.operations.process import EventLoopLag, add_process_metrics
+from tests.waiting import until
 
 SECONDS = 60.0
 Status = health_pb2.HealthCheckResponse
@@ -67,10 +68,7 @@ def test_scrapers_that_trickle_keep_nobody_out_and_take_few_threads(server: Oper
         with contextlib.suppress(OSError):
             raw.sendall(b"GET /metrics HTTP/1.1"[: number % 20])
     assert get(server.port, "/healthz") == (200, "ok\n")
-    deadline = time.monotonic() + 30
-    while threading.active_count() - before > 65:
-        assert time.monotonic() < deadline, threading.active_count()
-        time.sleep(0.01)
+    until(lambda: threading.active_count() - before <= 65, 30)
     for raw in trickling:
         raw.close()
 
@@ -120,10 +118,7 @@ def test_a_balancer_says_when_it_takes_work_and_when_it_no_longer_does(tmp_path:
         assert next(watched).status == Status.SERVING
         balancer.signal(signal.SIGTERM)  # a call is open: the balancer drains, is alive, and takes no more work
         assert next(watched).status == Status.NOT_SERVING
-        deadline = time.monotonic() + SECONDS
-        while get(port, "/readyz")[0] != 503:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: get(port, "/readyz")[0] == 503)
         assert get(port, "/healthz")[0] == 200
         assert balancer.running.wait(4 * SECONDS) == 0
         assert watched.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

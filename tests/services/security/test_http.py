@@ -28,6 +28,7 @@ from services.security.http_server import impatient_protocol
 from services.security.tokens import TokenStore
 from services.security.transport import Transport
 from tests.services.security.conftest import TOKENS, write_tokens
+from tests.waiting import until
 
 MAX_CONNECTIONS = 100
 
@@ -87,11 +88,8 @@ def serving(
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert thread.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: server.started or not thread.is_alive(), 30)
+    assert thread.is_alive()
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield Served(port, ssl.create_default_context(cafile=str(files.ca)))
@@ -176,13 +174,7 @@ def test_connections_are_bounded(tmp_path: Path) -> None:
                 refused += len(closed)
                 opened = [secure for secure in opened if secure not in closed]
             assert refused == 50
-        deadline = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(OSError):
-                assert served.get(token=TOKENS["planner"])[0] == 200
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert until(lambda: served.get(token=TOKENS["planner"])[0], 30, but=OSError) == 200
 
 
 def test_too_many_requests(tmp_path: Path) -> None:

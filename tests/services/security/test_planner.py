@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import ssl
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,8 +14,10 @@ import pytest
 import trustme
 
 from benchmarks.harness.authorities import write_certificate
+from benchmarks.harness.balancer_process import until_logged
 from services.operations.launch import running_service
 from tests.services.security.conftest import TOKENS, write_tokens
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -50,20 +51,10 @@ def test_tls_tokens_and_renewal(tmp_path: Path) -> None:
             with contextlib.suppress(OSError):
                 assert b"200" not in plain.recv(4096)
         files.certificate.write_text("damaged")
-        deadline = time.monotonic() + 60
-        while "TLS files cannot be used" not in (tmp_path / "log").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until_logged(planner, "TLS files cannot be used")
         assert ask(port, old_ca, TOKENS["planner"]) == 200
         renewed = write_certificate(trustme.CA(), tmp_path, "server")
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                assert ask(port, renewed.ca, TOKENS["planner"]) == 200
-                break
-            except urllib.error.URLError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        assert until(lambda: ask(port, renewed.ca, TOKENS["planner"]), but=urllib.error.URLError) == 200
         assert planner.stop() == 0
     log = (tmp_path / "log").read_text()
     assert "TLS files read again" in log
