@@ -15,7 +15,7 @@ import grpc
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol.plan_round import MAX_TEXT
 from services.balancer.planning import CallError
-from services.security.addresses import network_of
+from services.security.rates import network_of
 from services.security.tokens import AuthenticationError, Identity, TokenStore
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name

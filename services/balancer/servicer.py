@@ -16,7 +16,7 @@ from services.balancer.planning import CallError
 from services.balancer.settings import Settings
 from services.balancer.summary import Observer
 from services.balancer.workers import WorkerPool
-from services.security.addresses import network_of
+from services.security.rates import network_of
 
 log = structlog.get_logger(__name__)
 

@@ -21,8 +21,7 @@ from evenkeel.credentials import is_loopback
 from services.balancer.history import StreamName
 from services.balancer.views import Views
 from services.operations.http import Request, Response
-from services.security.addresses import network_of
-from services.security.rates import Buckets
+from services.security.rates import Buckets, network_of
 from services.security.tokens import AuthenticationError, Identity, TokenStore
 from services.security.transport import Transport
 

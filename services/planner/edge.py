@@ -12,8 +12,7 @@ from evenkeel.placement import InvalidInputError
 from services.planner.metrics import Metrics
 from services.planner.problems import ServiceError
 from services.planner.settings import Settings
-from services.security.addresses import network_of
-from services.security.rates import Buckets
+from services.security.rates import Buckets, network_of
 from services.security.tokens import AuthenticationError, TokenStore
 
 log = structlog.get_logger(__name__)

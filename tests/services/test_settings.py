@@ -18,7 +18,7 @@ from services.balancer.settings import Settings as BalancerSettings
 from services.balancer.settings import load_settings
 from services.operations.settings import ServiceSettings, load
 from services.planner.settings import Settings as PlannerSettings
-from services.security.addresses import network_of
+from services.security.rates import network_of
 from services.security.transport import Transport
 from tests.services.balancer.calls import Lead
 
