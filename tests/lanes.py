@@ -30,7 +30,6 @@ FUNCTIONS = (
     "tests/trainer_client/balancing/sampling/test_samplers.py",
     "tests/examples/test_train_routed.py",
     "tests/examples/test_dynamicemb_tables.py",
-    "tests/trainer_client/balancing/costs/test_fits.py",
     "tests/examples/hstu/test_perf.py",
     "tests/trainer_client/observing/test_metrics.py",
     "tests/trainer_client/embedding/routing/",

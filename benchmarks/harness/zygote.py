@@ -99,21 +99,12 @@ def _describe_server(end: Connection, preloaded: str) -> None:
 
 
 class Program:
-    """`python -m MODULE ARGUMENTS` without the start of an interpreter; used like a `subprocess.Popen`.
-
-    With `forks` it also has the server that it forks processes of its own from, with everything imported.
-    """
+    """`python -m MODULE ARGUMENTS` without the start of an interpreter; used like a `subprocess.Popen`."""
 
     def __init__(
-        self,
-        module: str,
-        *arguments: str,
-        output: Path | None = None,
-        errors: Path | None = None,
-        forks: bool = False,
-        **environment: str,
+        self, module: str, *arguments: str, output: Path | None = None, errors: Path | None = None, **environment: str
     ) -> None:
-        self._process = process(_run_module, module, arguments, output, errors, environment, forks)
+        self._process = process(_run_module, module, arguments, output, errors, environment)
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -163,14 +154,13 @@ def _run_module(
     output: Path | None,
     errors: Path | None,
     environment: Mapping[str, str],
-    forks: bool,
 ) -> None:
     os.environ.update(environment)
     for number, path in ((1, output), (2, errors or output)):
         if path is not None:
             with path.open("ab") as file:
                 os.dup2(file.fileno(), number)
-    if forks:
+    if module.startswith("services."):  # whose workers are forked
         _fork_server()
     sys.argv = [module, *arguments]
     sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun starts its ranks
