@@ -17,7 +17,7 @@ def fork(module: str, arguments: tuple[str, ...], log: Path, environment: Mappin
     """A process without the start of an interpreter, where there is one to fork that has imported everything."""
     if not zygote.is_warm():
         return spawn(module, arguments, log, environment)
-    return zygote.Program(module, *arguments, output=log, **environment)
+    return zygote.Program(module, *arguments, output=log, errors=None, **environment)
 
 
 def until_logged(service: ServiceProcess, text: str, times: int = 1, *, seconds: float = 60.0) -> str:

@@ -170,7 +170,7 @@ def _run_module(
 
 def _fork_server() -> None:
     """Forks what multiprocessing would start with an interpreter of its own, which imports everything once more."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     alive, server._forkserver_alive_fd = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0evenkeel-{os.getpid()}-{os.urandom(8).hex()}")  # abstract: goes with the last that has it
