@@ -17,13 +17,13 @@ def plan_of(call: dict[str, Any]) -> RoundPlan:
     return plan_round(*round_of(**call))
 
 
-def giants(num_ranks: int, num_steps: int, samples: int) -> dict[str, Any]:
+def giants(num_ranks: int, num_steps: int, samples: int, cost: int = 10_000) -> dict[str, Any]:
     """One sample in each batch that outweighs a rank's share of it by far."""
     steps = np.tile(np.repeat(np.arange(num_steps), samples), num_ranks)
     homes = np.repeat(np.arange(num_ranks), samples * num_steps)
     costs = np.full(steps.size, 10)
     for step in range(num_steps):
-        costs[np.flatnonzero((steps == step) & (homes == step % num_ranks))[0]] = 10_000
+        costs[np.flatnonzero((steps == step) & (homes == step % num_ranks))[0]] = cost
     return {"costs": costs, "homes": homes, "steps": steps, "num_ranks": num_ranks, "num_steps": num_steps}
 
 
@@ -37,6 +37,11 @@ def test_giants_of_all_batches_meet_in_one() -> None:
     assert np.count_nonzero(plan.steps != call["steps"]) == 6  # three giants and what made room for them
     stays = plan_of(call | {"stay": True})
     assert (stays.steps == call["steps"]).all()
+
+
+def test_giants_that_stand_out_a_little_meet_too() -> None:
+    plan = plan_of(giants(num_ranks=4, num_steps=4, samples=8, cost=60))
+    assert plan.loads_after.max(axis=1).sum() <= 380  # 130 in one batch and 80 in three; by themselves 4 * 130
 
 
 def test_batches_that_balance_by_themselves_stay_as_they_are() -> None:
