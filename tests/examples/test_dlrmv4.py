@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.harness import zygote
 from examples.dlrmv4.stream import LIKED, LONGEST, MEAN, MEDIAN, POOLS, SKEW, Scale, Stream, rows_of
 
 
@@ -39,17 +38,20 @@ def test_an_owner_of_rows_has_more_than_its_share(table: str, owners: int) -> No
 
 
 def _train(ranks: int, steps: int, folder: Path, tables: str) -> Any:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    options = ["--steps", str(steps), "--folder", str(folder), "--tables", tables, "--json"]
-    command = [*launch, "-m", "examples.dlrmv4.train", *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    run = zygote.run(
+        "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "examples.dlrmv4.train",
+        "--steps", str(steps), "--folder", str(folder), "--tables", tables, "--json", timeout=280,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tables", "steps", "most"), [("planned", 30, 0.65), ("routed", 8, 0.72)])
-def test_ranks_train_and_others_go_on(tables: str, steps: int, most: float, tmp_path: Path) -> None:
+def test_ranks_train_and_others_go_on(
+    tables: str, steps: int, most: float, tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", str(forked_python))  # of torchrun's ranks
     first, more = _train(3, 4, tmp_path, tables), _train(2, steps, tmp_path, tables)
     assert (first["from"], first["to"], more["from"], more["to"]) == (0, 4, 4, steps)
     assert np.mean(more["losses"][-8:]) < most < 1.1 * np.mean(first["losses"])

@@ -1,11 +1,10 @@
 import re
-import subprocess
-import sys
+
+from benchmarks.harness import zygote
 
 
 def _run(*arguments: str) -> str:
-    command = [sys.executable, "-m", "examples.train_routed", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = zygote.run("examples.train_routed", *arguments, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
