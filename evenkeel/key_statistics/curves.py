@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammainc
 
+from evenkeel.key_statistics.shares import lookup_shares
 from evenkeel.key_statistics.trace import KeyTrace
 from evenkeel.placement.access import Eviction, MissCurve
 from evenkeel.placement.invalid_input import require
@@ -87,6 +88,7 @@ def miss_curve(trace: KeyTrace, rows: int, *, eviction: Eviction = Eviction.LRU,
             cache_fractions=tuple((sizes / rows).tolist()),
             miss_rates=tuple(rates.tolist()),
             unique_fraction=min(1.0, max(trace.unique / per_step, 1e-9)),
+            **lookup_shares(trace, rows),
         ),
         error=float(np.abs(found - before).max() + sampling),
         drift=popularity_drift(trace),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from evenkeel.key_statistics.curves import LEAST_STEPS, SLOTS, MeasuredCurve, miss_curve
-from evenkeel.key_statistics.trace import ALL, KeyTrace
+from evenkeel.key_statistics.trace import ALL, HeavyKeys, KeyTrace
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Runtime, Table
 from evenkeel.placement.request import PlanRequest
@@ -25,6 +25,7 @@ _SIGMAS = 6.0
 """Deviations by which chance may overstate the number of keys that a sample is of."""
 _FIGURES = ("steps", "samples", "lookups", "limit", "excess")
 _PARTS = ("names", "keys", "counts", "times")
+_HEAVY = ("keys", "times")
 
 
 def dumps(traces: Mapping[str, KeyTrace]) -> bytes:
@@ -32,11 +33,13 @@ def dumps(traces: Mapping[str, KeyTrace]) -> bytes:
     arrays: dict[str, Any] = {}
     about: list[dict[str, Any]] = []
     for index, (name, trace) in enumerate(traces.items()):
-        about.append({"table": name, **{figure: getattr(trace, figure) for figure in _FIGURES}})
+        figures = {figure: getattr(trace, figure) for figure in _FIGURES}
+        about.append({"table": name, **figures, "heavy_lookups": trace.heavy.lookups})
         names, key = np.unique(trace.key, return_inverse=True)
         counts = np.bincount(trace.step, minlength=trace.steps)
         for part, values in zip(_PARTS, (names, key, counts, trace.times), strict=True):
             arrays[f"{index}.{part}"] = values.astype(np.min_scalar_type(int(values.max(initial=0))))
+        arrays |= {f"{index}.heavy_{part}": getattr(trace.heavy, part) for part in _HEAVY}
     header = {"format": FORMAT, "version": VERSION, "tables": about}
     arrays["about"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     out = io.BytesIO()
@@ -61,13 +64,26 @@ def loads(content: bytes) -> dict[str, KeyTrace]:
             version = about.get("version")
             require(version == VERSION, "version", version, "is of another version", f"this one reads {VERSION}")
             return {
-                str(entry["table"]): _trace(entry, *(arrays[f"{index}.{part}"] for part in _PARTS))
+                str(entry["table"]): replace(
+                    _trace(entry, *(arrays[f"{index}.{part}"] for part in _PARTS)), heavy=_heavy(entry, arrays, index)
+                )
                 for index, entry in enumerate(about["tables"])
             }
     except InvalidInputError:
         raise
     except Exception as error:  # a damaged archive may raise anything
         raise InvalidInputError("statistics", content[:20], f"are no key statistics ({error})", remedy) from None
+
+
+def _heavy(entry: dict[str, Any], arrays: Mapping[str, Any], index: int) -> HeavyKeys:
+    """The keys looked up most; earlier releases wrote none."""
+    lookups = int(entry.get("heavy_lookups", 0))
+    if not lookups:
+        return HeavyKeys()
+    keys, times = (arrays[f"{index}.heavy_{part}"].astype(np.int64) for part in _HEAVY)
+    if keys.shape != times.shape or keys.ndim != 1 or times.min(initial=0) < 0 or times.sum() > lookups:
+        raise ValueError("its parts do not fit together")
+    return HeavyKeys(keys=keys, times=times, lookups=lookups)
 
 
 def _trace(entry: dict[str, Any], names: Any, key: Any, counts: Any, times: Any) -> KeyTrace:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.key_statistics.trace import ALL, KeyTrace, united
+from evenkeel.key_statistics.trace import ALL, HeavyKeys, KeyTrace, united
 from evenkeel.placement.invalid_input import require
 
 Array = npt.NDArray[Any]
@@ -75,6 +75,7 @@ class KeySampler:
         self._used = np.zeros(len(tables), dtype=np.int64)
         self._parts: list[list[tuple[int, Array, Array]]] = [[] for _ in tables]  # step, hashes, counts
         self._unique: dict[int, Array] = {}
+        self._heavy = [HeavyKeys() for _ in tables]
         self._stride = 1
 
     def observe(self, batches: Sequence[tuple[Array, Array]], samples: float) -> None:
@@ -103,6 +104,8 @@ class KeySampler:
             unique, counts = np.unique(keys, return_counts=True)
             counted[table] = len(unique)
             if is_counted:
+                seen = HeavyKeys(keys=unique.astype(np.int64), times=counts, lookups=len(keys))
+                self._heavy[table] = self._heavy[table].and_also([seen])
                 unique = hashed(unique)
                 kept = unique <= np.uint64(self._limits[table])
                 unique, counts = unique[kept], counts[kept]
@@ -139,6 +142,7 @@ class KeySampler:
             key=key,
             times=times,
             excess=excess,
+            heavy=self._heavy[table],
         )
 
     def _is_counted(self) -> bool:

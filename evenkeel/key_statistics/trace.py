@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,30 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 ALL = 2**64 - 1
+_HEAVY = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeavyKeys:
+    """The keys that were looked up most in those steps of which all keys were counted.
+
+    Attributes:
+        keys: (keys,) int64 keys.
+        times: (keys,) lookups of each in these steps, in all ranks.
+        lookups: Lookups of all keys in these steps.
+    """
+
+    keys: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    times: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    lookups: int = 0
+
+    def and_also(self, others: Sequence[HeavyKeys]) -> HeavyKeys:
+        """Those of all of them together."""
+        every = (self, *others)
+        keys, where = np.unique(np.concatenate([each.keys for each in every]), return_inverse=True)
+        times = np.bincount(where, np.concatenate([each.times for each in every]), len(keys)).astype(np.int64)
+        most = np.sort(np.argsort(-times, kind="stable")[:_HEAVY])
+        return HeavyKeys(keys=keys[most], times=times[most], lookups=sum(each.lookups for each in every))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +65,7 @@ class KeyTrace:
     key: Array
     times: Array
     excess: float = 0.0
+    heavy: HeavyKeys = field(default_factory=HeavyKeys)
 
     @property
     def share(self) -> float:
@@ -103,6 +128,7 @@ def merged(traces: Sequence[KeyTrace], most: int = 2_000_000) -> KeyTrace:
         key=key,
         times=times,
         excess=float(np.mean([trace.excess for trace in parts])),  # all ranks look up the same popular keys
+        heavy=traces[0].heavy.and_also([trace.heavy for trace in traces[1:]]),
     )
     while len(result.step) > most:
         result = result.thinned(result.limit // 2)

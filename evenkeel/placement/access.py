@@ -23,6 +23,8 @@ from evenkeel.placement.invalid_input import require
 FloatArray = npt.NDArray[np.float64]
 
 _MAX_BINS = 100_000
+_MAX_HOT = 4096
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +65,37 @@ class Histogram:
 class MissCurve:
     """A measured miss-ratio curve: what fraction of the unique keys of a step misses in a cache of a given size.
 
+    What is known of single keys says how much more than its share the fullest rank of a row-wise table is asked for;
+    where `row_quantiles` are empty nothing is.
+
     Attributes:
         cache_fractions: Cache sizes as fractions of the table's rows, ascending, in (0, 1].
         miss_rates: Miss rate at each size, among the unique keys of a step.
         unique_fraction: Unique keys of a step (all ranks) over its lookups.
+        hot_keys: The most popular keys.
+        hot_shares: Share of the lookups of each of them.
+        row_quantiles: Parts of the rows, ascending, between two of which an equal share of the other lookups goes.
     """
 
     kind: ClassVar[str] = "miss_curve"
     cache_fractions: Annotated[tuple[Annotated[float, Range(0, 1, above=True)], ...], Length(1, _MAX_BINS)]
     miss_rates: Annotated[tuple[Share, ...], Length(1, _MAX_BINS)]
     unique_fraction: Annotated[float, Range(0, 1, above=True)]
+    hot_keys: Annotated[tuple[Annotated[int, Range(-(2**63), 2**63 - 1)], ...], Length(0, _MAX_HOT)] = ()
+    hot_shares: Annotated[tuple[Share, ...], Length(0, _MAX_HOT)] = ()
+    row_quantiles: Annotated[tuple[Share, ...], Length(0, _MAX_HOT)] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
+        same = len(self.hot_keys) == len(self.hot_shares)
+        require(same, "hot_shares", len(self.hot_shares), "has not as many shares as hot_keys", "give one each")
+        hot = sum(self.hot_shares)
+        require(hot <= 1 + _ROUNDING, "hot_shares", hot, "is more than all lookups", "give shares of all lookups")
+        given = len(self.row_quantiles)
+        enough = given > 1 or not (given or self.hot_keys)
+        require(enough, "row_quantiles", given, "are too few", "give at least two; 0 and 1 where other rows are alike")
+        for index, (last, part) in enumerate(pairwise(self.row_quantiles), start=1):
+            require(last <= part, f"row_quantiles[{index}]", part, "does not ascend", "sort them")
         same = len(self.cache_fractions) == len(self.miss_rates)
         require(same, "miss_rates", len(self.miss_rates), "has not as many points as cache_fractions", "give one each")
         for index, (last, fraction) in enumerate(pairwise(self.cache_fractions), start=1):
@@ -244,20 +264,48 @@ def different_share(access: Access, rows: int, lookups: float, among: float) -> 
 
 
 @lru_cache(maxsize=8192)
-def fullest_rank(access: Access, rows: int, lookups: float, ranks: int) -> float:
-    """Expected lookups of the rank that gets most of a step, over the mean, where keys are on ranks by chance.
+def fullest_rank(access: Access, rows: int, lookups: float, ranks: int, routing: str = "hash_roundrobin") -> float:
+    """Lookups of the rank that gets most of a step, over the mean, where keys are spread over ranks.
 
-    The most popular keys are put on ranks some times, and the others count as even. A miss curve says nothing of single
-    keys: they are taken to be of the Zipf law under which as many differ.
+    Key `i` of share `p_i` puts it all on one rank `r(i)`, and the keys that are not among the most popular ones add
+    `o_r` to rank `r`: the fullest one gets `ranks * max_r(o_r + sum(p_i, r(i) = r))`. Where a measured curve names
+    keys, `r(i)` is their owner under `routing`, and `o_r` as its quantiles of rows have it (`continuous`) or even (the
+    others). Where only popularity is known, `r(i)` is by chance, as a hash makes it, `o_r` even, and what is returned
+    the expectation: the mean over some draws. A curve of unknown keys is of the Zipf law under which as many differ.
+
+    Only lookups are uneven: of rows that are read once for all their lookups a popular one is no more than another.
     """
     if ranks == 1 or lookups < _LEAST_LOOKUPS:
         return 1.0
+    if isinstance(access, MissCurve) and access.row_quantiles:
+        others = np.full(ranks, 1 / ranks)
+        if routing == "continuous":
+            ends = np.minimum(np.arange(ranks + 1) * -(-rows // ranks), rows) / rows
+            others = np.diff(np.interp(ends, access.row_quantiles, np.linspace(0, 1, len(access.row_quantiles))))
+        owners = owners_of(np.array(access.hot_keys, dtype=np.int64), rows, ranks, routing)
+        hot = np.bincount(owners, access.hot_shares, ranks)
+        return float(ranks * (hot + max(0.0, 1.0 - hot.sum()) * others).max())
     keys = _popularity(access, rows, lookups)
     single = np.repeat(keys.probability, np.minimum(keys.keys, _HEAD).astype(np.int64))[:_HEAD]
-    draw = np.random.default_rng(0).random((_DRAWS, len(single)))
-    places = (draw * ranks).astype(np.int64)
-    fullest = [np.bincount(place, weights=single).max(initial=0.0) for place in places]
+    places = (np.random.default_rng(0).random((_DRAWS, len(single))) * ranks).astype(np.int64)
+    fullest = [np.bincount(place, single).max(initial=0.0) for place in places]
     return float(ranks * np.mean(fullest) + max(0.0, 1.0 - float(single.sum())))
+
+
+def owners_of(keys: npt.NDArray[np.int64], rows: int, ranks: int, routing: str) -> npt.NDArray[np.int64]:
+    """(keys,) the rank that owns each key; `trainer_client.embedding.routing` has the definition."""
+    key, block, count = keys.view(np.uint64), np.uint64(-(-rows // ranks)), np.uint64(ranks)
+    owner = (_fmix64(key) if routing == "hash_roundrobin" else key) % count
+    if routing == "continuous":
+        owner = np.where(key < block * count, key // block, owner)
+    return owner.astype(np.int64)
+
+
+def _fmix64(key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """MurmurHash3's 64-bit finaliser."""
+    for factor in (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)):
+        key = (key ^ (key >> np.uint64(33))) * factor
+    return key ^ (key >> np.uint64(33))
 
 
 def wanted_keys(access: Access, rows: int, lookups: float, own: float) -> tuple[FloatArray, FloatArray]:

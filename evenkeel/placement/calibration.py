@@ -69,20 +69,12 @@ class MeasuredStep:
 
 
 def measured_steps(records: Sequence[Any]) -> tuple[MeasuredStep, ...]:
-    """Steps from raw records, whose other fields are ignored.
-
-    Raises:
-        InvalidInputError: If a field is missing or wrong.
-    """
+    """Steps from raw records, whose other fields are ignored."""
     return _read(MeasuredStep, records, "steps")
 
 
 def measured_samples(records: Sequence[Any]) -> tuple[StepSample, ...]:
-    """Whole steps from raw records, whose other fields are ignored.
-
-    Raises:
-        InvalidInputError: If a field is missing or wrong.
-    """
+    """Whole steps from raw records, whose other fields are ignored."""
     samples = _read(StepSample, records, "whole_steps")
     for index, sample in enumerate(samples):
         field = f"whole_steps[{index}].seconds"
@@ -102,10 +94,9 @@ def _read(kind: type[T], records: Sequence[Any], where: str) -> tuple[T, ...]:
 def with_whole_steps(
     profile: HardwareProfile, samples: Sequence[StepSample]
 ) -> tuple[HardwareProfile, tuple[tuple[StepSample, float], ...]]:
-    """The profile with what TorchRec's steps take beside their tables, fitted to `samples`, all on as many ranks.
+    """The profile with what TorchRec's steps take beside their tables, fitted to samples, all on as many ranks.
 
-    Returns:
-        The profile, and the samples with the seconds that it predicts for each.
+    Beside it the samples with the seconds that it predicts for each.
     """
     asked = [request_of(sample, profile) for sample in samples]
     plans = [plan(request) for request in asked]
@@ -123,16 +114,9 @@ def with_whole_steps(
 def calibrated_profile(
     base: HardwareProfile, raw: dict[str, Any], name: str, steps: dict[Runtime, Sequence[MeasuredStep]]
 ) -> tuple[HardwareProfile, dict[Runtime, tuple[tuple[MeasuredStep, float], ...]]]:
-    """A profile with measured gather rates, and with constants fitted for every runtime that steps were measured of.
+    """A profile from what `trainer_client.planning.measuring.measure` returned, with constants fitted to steps.
 
-    Args:
-        base: Where everything comes from that was not measured.
-        raw: What `trainer_client.planning.measuring.measure` returned.
-        name: Name of the new profile.
-        steps: Measured steps by runtime.
-
-    Returns:
-        The profile, and by runtime its steps with the seconds that the profile predicts for each.
+    All that was not measured is as in `base`. Beside it, by runtime, the steps with the seconds that it predicts.
 
     Raises:
         InvalidInputError: If the measurements are incomplete or impossible.
@@ -209,15 +193,8 @@ def fit_costs(
     Modes share launches and index, so what is expected beforehand are ratios: the fixed costs of CACHING and of tables
     in host memory over that of HBM_ONLY as in `prior`, and the factors of a row as they are there. Each costs the fit
     what it is off by, `weight` times as much as a measurement that is off by the same factor: measurements decide
-    where they tell anything, and the rest follows. What no measurement bears on keeps its ratio to the others.
-
-    Args:
-        profile: The machine.
-        runtime: Its runtime; with TorchRec tables in host memory cost a factor on their rows instead of a fixed time of
-            their own.
-        steps: Measured steps.
-        prior: What is expected.
-        weight: Weight of what is expected.
+    where they tell anything, and the rest follows. What no measurement bears on keeps its ratio to the others. With
+    TorchRec tables in host memory cost a factor on their rows instead of a fixed time of their own.
 
     Raises:
         InvalidInputError: If there is no measurement, or one is not positive.
@@ -260,11 +237,7 @@ def fit_costs(
 def fit_runtime(
     profile: HardwareProfile, runtime: Runtime, steps: Sequence[MeasuredStep]
 ) -> tuple[RuntimeCosts, tuple[tuple[MeasuredStep, float], ...]]:
-    """Constants of `runtime` that predict `steps` best, and how well they do.
-
-    Raises:
-        InvalidInputError: If there are no steps, or one is impossible.
-    """
+    """Constants of `runtime` that predict `steps` best, and what they predict."""
     prior = profile.costs(runtime)
     fitted = fit_costs(profile, runtime, steps, prior)
     predicted = tuple((step, predictor(profile, runtime, step)(fitted)) for step in steps)

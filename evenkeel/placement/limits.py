@@ -21,13 +21,7 @@ class Watch:
         should_stop: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin.
-
-        Args:
-            seconds: Time after which the best found is returned with its gap.
-            should_stop: Asked now and then; once true, the search raises `SolveCancelledError`.
-            clock: Seconds.
-        """
+        """Begin. Once `should_stop`, asked now and then, answers true, the search raises `SolveCancelledError`."""
         self._clock, self._should_stop = clock, should_stop
         self._end = clock() + seconds
 

@@ -102,7 +102,9 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
         stored, uncached = row_bytes(table, training=step.training) * shard.dim // table.dim, 0
     else:
         stored, uncached = shard.dim * table.value_bytes, follows
-    received = keys.lookups / shard.parts * fullest_rank(table.access, table.rows, keys.lookups, shard.parts)
+    routing = "continuous" if request.runtime is Runtime.TORCHREC else table.dist_type
+    fullest = fullest_rank(table.access, table.rows, keys.lookups, shard.parts, routing)
+    received = keys.lookups / shard.parts * fullest
     under_way = request.profile.costs(request.runtime).in_flight_bytes / (shard.dim * table.value_bytes)
     return RankLoad(
         keys=keys,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,17 +67,9 @@ class Placed:
 def solve_and_place(
     problem: Problem, topology: Topology, watch: Watch, *, gap: float = 0.0, starts: Iterable[Placed] = ()
 ) -> tuple[Placed | None, Solution]:
-    """Solve for the average rank, then find ranks for shards that are not on all of them.
+    """The best placement found, `starts` among its candidates, and the solution, whose bound no placement is below.
 
-    Args:
-        problem: What to choose from.
-        topology: The machines.
-        watch: Once its time is up, the best found is returned.
-        gap: Relative gap to prove.
-        starts: Placements that are candidates.
-
-    Returns:
-        The placement, `None` where none was found, and the solution, whose bound no placement is below.
+    First the average rank is solved for, then ranks are found for shards that are not on all of them.
     """
     best = min(starts, key=lambda placed: placed.seconds, default=None)
     if not problem.has_shards:
@@ -144,12 +136,7 @@ def _improved(
 def place(problem: Problem, topology: Topology, choice: Choice, prices: FloatArray | None = None) -> Placed | None:
     """Ranks for the shards of a choice; `None` where they do not fit.
 
-    Args:
-        problem: What the choice is of.
-        topology: The machines.
-        choice: A module for each table.
-        prices: (2,) prices of the budgets, by which tables that fit nowhere take other options; without, they keep
-            theirs.
+    With prices of the budgets, tables that fit nowhere take other options, by these.
     """
     if not problem.is_agreed(choice):
         return None
@@ -159,6 +146,15 @@ def place(problem: Problem, topology: Topology, choice: Choice, prices: FloatArr
         if board.fill(measure):
             found.append(board.placed())
     return min(found, key=lambda placed: placed.seconds, default=None)
+
+
+class _Kinds:
+    """What the modules of a group are, as arrays."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.scope = np.array([_SCOPES.index(module.layout.scope) for module in group.modules])
+        self.pieces = np.array([module.layout.pieces for module in group.modules])
 
 
 class _Options:
@@ -172,15 +168,6 @@ class _Options:
         means = np.stack([group.seconds[row], group.hbm[row], group.host[row]])
         self.shards = (means[:, self.columns] * group.scale[:, self.columns]).T
         self.scope, self.pieces = kinds.scope[self.columns], kinds.pieces[self.columns]
-
-
-class _Kinds:
-    """What the modules of a group are, as arrays."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.scope = np.array([_SCOPES.index(module.layout.scope) for module in group.modules])
-        self.pieces = np.array([module.layout.pieces for module in group.modules])
 
 
 class _Board:
@@ -253,7 +240,8 @@ class _Board:
     def _put_somewhere(self, number: int) -> bool:
         """With its own option, or with prices the cheapest other one that fits."""
         kinds, row = self.rows[number]
-        for module in self._own_and_others(number):
+        others = () if self.prices is None else self._options(number).columns[:_MOST_OPTIONS].tolist()
+        for module in (int(self.module[number]), *others):
             if self._is_open(number, module):
                 shard = kinds.group.shard(row, module)
                 spots = self._spots(int(kinds.scope[module]), int(kinds.pieces[module]), shard)
@@ -263,11 +251,6 @@ class _Board:
                     return True
         return False
 
-    def _own_and_others(self, number: int) -> Iterator[int]:
-        yield int(self.module[number])
-        if self.prices is not None:
-            yield from self._options(number).columns[:_MOST_OPTIONS].tolist()
-
     def kick(self, draw: np.random.Generator) -> None:
         """Takes some tables off, one of the slowest rank among them, and puts each back where that is fastest."""
         slow = int(self.seconds.argmax())
@@ -275,7 +258,7 @@ class _Board:
         near = next(number for number in every if self._is_on(number, slow))
         taken = list(dict.fromkeys([near, *every[:_KICKED]]))[: int(draw.integers(2, _KICKED + 1))]
         for number in taken:
-            self._take(number)
+            self._add(number, -1.0)
         for number in draw.permutation(taken).tolist():
             self._insert(number, float(draw.choice(_WEIGHTS)))
 
@@ -338,7 +321,7 @@ class _Board:
         index, other = divmod(best, len(numbers))
         rank = int(where[other])
         for table, old, new in ((int(mine[index]), slow, rank), (int(numbers[other]), rank, slow)):
-            self._take(table)
+            self._add(table, -1.0)
             self._put(table, np.where(self.places[table] == old, new, self.places[table]))
         return True
 
@@ -349,13 +332,10 @@ class _Board:
 
     def _put(self, number: int, places: IntArray) -> None:
         self.places[number] = places
-        self._add(number, 1.0)
+        self._add(number)
 
-    def _take(self, number: int) -> None:
-        self._add(number, -1.0)
-
-    def _add(self, number: int, sign: float) -> None:
-        """Adds time, HBM and memory of a table at its places, or takes them away."""
+    def _add(self, number: int, sign: float = 1.0) -> None:
+        """Adds time, HBM and memory of a table at its places, or with -1 takes them away."""
         scope, places, local = int(self.scope[number]), self.places[number], self.topology.local_ranks
         seconds, hbm, host = sign * self.shards[number]
         if scope == _EVERYWHERE:

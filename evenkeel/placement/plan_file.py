@@ -71,9 +71,6 @@ def correction_factors(measured: Sequence[MeasuredPlan]) -> dict[str, float]:
 
     Least squares over the logarithms of the factors: each measured plan should take what it took, and each factor
     should be one. Plans without kernels' time count by their whole step only where nothing else was measured.
-
-    Args:
-        measured: Plans that were run on the machine of the profile.
     """
     timed = [(m, m.kernels_s) for m in measured if m.kernels_s] or [(m, m.step_s) for m in measured if m.step_s]
     modes = sorted({mode for m, _ in timed for mode, seconds in m.predicted.items() if seconds > 0})
@@ -92,13 +89,7 @@ def correction_factors(measured: Sequence[MeasuredPlan]) -> dict[str, float]:
 
 
 def corrected_profile(profile: HardwareProfile, runtime: Runtime, measured: Sequence[MeasuredPlan]) -> HardwareProfile:
-    """The profile with the constants of a runtime corrected by plans that were run on its machine.
-
-    Args:
-        profile: The profile that the plans were predicted with.
-        runtime: Their runtime.
-        measured: What they took.
-    """
+    """The profile with the constants of a runtime corrected by plans that it predicted and its machine has run."""
     factors = correction_factors(measured[:_MOST])
     if not factors:
         return profile

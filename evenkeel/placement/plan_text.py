@@ -13,7 +13,7 @@ from rich.text import Text
 
 from evenkeel.placement.model import Sharding
 from evenkeel.placement.plan import Plan
-from evenkeel.placement.report import RankParts, Report
+from evenkeel.placement.report import Report
 
 _GIB = 2**30
 _SHORT = {
@@ -102,7 +102,13 @@ def _report_parts(report: Report) -> Iterable[RenderableType]:
     for heading in ("HBM\nGiB", "all", "forward", "back-\nward", "ex-\nchange", "pre-\nfetch", "host"):
         out.add_column(heading, justify="right", no_wrap=True)
     for entry in report.ranks:
-        out.add_row(*_rank_row(entry))
+        parts = (entry.forward_seconds, entry.backward_seconds, entry.communication_seconds, entry.prefetch_seconds)
+        out.add_row(
+            spans(entry.ranks),
+            " ".join(f"{number} {_SHORT.get(kind, kind)}" for kind, number in entry.shards.items()),
+            f"{entry.hbm_bytes / _GIB:.2f}",
+            *(f"{seconds * 1e3:.3g}" for seconds in (entry.seconds, *parts, entry.fixed_seconds)),
+        )
     yield out
     for host in report.hosts:
         if host.host_bytes:
@@ -113,14 +119,6 @@ def _report_parts(report: Report) -> Iterable[RenderableType]:
         if spread.max_over_mean > 1.0005:
             what = {"seconds": "time of ranks", "hbm_bytes": "HBM of ranks"}.get(spread.of, "memory of hosts")
             yield Text(f"imbalance, {what}: max/mean {spread.max_over_mean:.3f}")
-
-
-def _rank_row(entry: RankParts) -> Iterable[str]:
-    yield spans(entry.ranks)
-    yield " ".join(f"{number} {_SHORT.get(kind, kind)}" for kind, number in entry.shards.items())
-    yield f"{entry.hbm_bytes / _GIB:.2f}"
-    parts = (entry.forward_seconds, entry.backward_seconds, entry.communication_seconds, entry.prefetch_seconds)
-    yield from (f"{seconds * 1e3:.3g}" for seconds in (entry.seconds, *parts, entry.fixed_seconds))
 
 
 def spans(numbers: tuple[int, ...]) -> str:

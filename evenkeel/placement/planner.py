@@ -124,13 +124,6 @@ def fastest(
     """The placement with the shortest step, what is proved of kernels, and the gap that is left.
 
     Without `dense_ms` kernels are the step. With it the host may bind, for which fewer modules are better.
-
-    Args:
-        request: What is planned.
-        problem: Its options.
-        watch: Once its time is up, the best found is returned.
-        gap: Relative gap to prove.
-        starts: Placements that are candidates.
     """
     dense_ms, topology = request.step.dense_ms, request.topology
     part = watch if dense_ms is None else watch.part(0.5)

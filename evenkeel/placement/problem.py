@@ -181,12 +181,7 @@ def budgets(request: PlanRequest) -> FloatArray:
 
 
 def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch: Watch | None = None) -> Problem:
-    """The optimisation problem of `request`.
-
-    Args:
-        request: Tables, machines and the step.
-        grid: Ratios to choose from; those of `ratio_grid` by default.
-        watch: Asked before each table.
+    """The optimisation problem of `request`, by default on the ratios of `ratio_grid`.
 
     Raises:
         InvalidInputError: If a table has nothing to choose from, or if time is up.

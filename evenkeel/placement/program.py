@@ -68,18 +68,7 @@ class Core:
 
 
 def solve_core(problem: Problem, kept: list[BoolArray], *, gap: float, start: Choice | None, watch: Watch) -> Core:
-    """The cheapest choice among some options.
-
-    Args:
-        problem: What to choose from.
-        kept: (tables, modules) which options of each group are in the program.
-        gap: Relative gap at which to stop.
-        start: A choice to start from.
-        watch: Once its time is up, the best found is returned with its bound.
-
-    Raises:
-        SolveCancelledError: If the caller wants the search to stop.
-    """
+    """The cheapest choice among the options in `kept`, (tables, modules) of each group, to a relative gap."""
     if not all(mask.any(axis=1).all() for mask in kept):
         return Core(None, np.inf, True)
     if watch.is_over():

@@ -57,17 +57,7 @@ class Solution:
 
 
 def solve(problem: Problem, watch: Watch, *, gap: float = 0.0, start: Choice | None = None) -> Solution:
-    """The cheapest choice within both budgets on the average rank.
-
-    Args:
-        problem: What to choose from.
-        watch: Once its time is up, the best found is returned with its bound.
-        gap: Relative gap to prove.
-        start: A choice to start from.
-
-    Raises:
-        SolveCancelledError: If the caller wants the search to stop.
-    """
+    """The cheapest choice within both budgets on the average rank, to a relative gap, or the best found in time."""
     return _Search(problem.limited(), watch, gap).run(start)
 
 

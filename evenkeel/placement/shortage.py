@@ -16,8 +16,7 @@ from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.search import solve
 
 _PAGE = 4096
-_SHARES = (0.1, 0.1, 0.5, 1.0)
-"""Of the time that is left: for the least use of each budget by itself, and beside the other as it is."""
+_SHARES = (0.1, 0.1, 0.5, 1.0)  # of the time that is left: for each budget by itself, and beside the other as it is
 
 
 def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Shortage:
@@ -82,8 +81,13 @@ def _size(request: PlanRequest, resource: int, units: float) -> int | None:
     if not np.isfinite(units) or reserved >= 1:  # of whatever there is, all is reserved
         return None
     size = smallest_bytes(request, resource, units)
-    given = replace(topology, **{("hbm_bytes", "host_bytes")[resource]: size})
-    return size if budgets(replace(request, topology=given))[resource] >= units - SLACK else None
+    return size if budgets(with_memory(request, resource, size))[resource] >= units - SLACK else None
+
+
+def with_memory(request: PlanRequest, resource: int, size: int) -> PlanRequest:
+    """The same request with another HBM of a rank (0) or memory of a host (1)."""
+    given = replace(request.topology, **{("hbm_bytes", "host_bytes")[resource]: size})
+    return replace(request, topology=given)
 
 
 def smallest_bytes(request: PlanRequest, resource: int, units: float) -> int:
@@ -94,11 +98,7 @@ def smallest_bytes(request: PlanRequest, resource: int, units: float) -> int:
     fraction = topology.host_reserved_fraction if resource else topology.hbm_reserved_fraction
     need = math.ceil((units - SLACK) * UNIT / _PAGE) * _PAGE + workspace + reserved
     total = 2**53 if fraction >= 1 else min(2**53, math.ceil(need / (1 - fraction)))
-    name = ("hbm_bytes", "host_bytes")[resource]
-    while (
-        total < 2**53
-        and budgets(replace(request, topology=replace(topology, **{name: total})))[resource] < units - SLACK
-    ):
+    while total < 2**53 and budgets(with_memory(request, resource, total))[resource] < units - SLACK:
         total += _PAGE
     return min(total, 2**53)
 
@@ -154,8 +154,4 @@ def _between(enough: int | None, least: int) -> str:
     if enough is None:
         return f"no less than {below} (that less is not enough is proved, that as much is, is not)"
     shown = f"{math.ceil(enough / 2**30 * 100) / 100:.2f} GiB"  # rounded up, as less would not do
-    return (
-        f"{shown} (proved the smallest)"
-        if enough == least
-        else f"{shown} (less than {below} is proved not to be enough)"
-    )
+    return f"{shown} ({'proved the smallest' if enough == least else f'less than {below} is proved not to be enough'})"

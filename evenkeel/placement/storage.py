@@ -77,11 +77,7 @@ def index_bytes(rows: IntArray | int, score_words: int) -> IntArray:
 def dynamicemb_footprint(
     table: Table, mode: Mode, ratios: npt.NDArray[np.float64], ranks: int, *, training: bool
 ) -> Footprint:
-    """Bytes of `table` on the fullest of `ranks` ranks in `mode` at each of `ratios`.
-
-    Raises:
-        AssertionError: If a ratio for CACHING or HYBRID is outside (0, 1).
-    """
+    """Bytes of `table` on the fullest of `ranks` ranks in `mode` at each of `ratios`."""
     row = row_bytes(table, training=training)
     capacity = int(round_up(-(-table.rows // ranks), BUCKET_ROWS))
     zero = np.zeros(len(ratios), dtype=np.int64)
@@ -130,9 +126,6 @@ def torchrec_footprint(
     """Bytes of a shard of `rows` by `dim` of `table` in `mode` at each of `ratios`.
 
     A cache is as wide as the shard: one that is shared with wider tables takes more.
-
-    Raises:
-        AssertionError: If TorchRec does not have the mode (HYBRID).
     """
     weights = rows * dim * table.value_bytes
     follows, pinned = state_bytes(table, dim, training=training)

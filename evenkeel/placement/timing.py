@@ -156,15 +156,7 @@ def mode_seconds(
 def exchange_seconds(
     profile: HardwareProfile, topology: Topology, layout: Layout, load: RankLoad, table_bytes: int
 ) -> float:
-    """Seconds a step of a rank that holds one shard of a table laid out in this way.
-
-    Args:
-        profile: The links.
-        topology: The machines.
-        layout: How the table is spread.
-        load: What a step asks of the shard.
-        table_bytes: Bytes of all of the table, without optimizer state.
-    """
+    """Seconds a step of a rank that holds one shard of a table of `table_bytes`, optimizer state apart."""
     ranks, local = topology.ranks, topology.local_ranks
     if ranks == 1:
         return 0.0

@@ -9,7 +9,7 @@ import numpy as np
 
 from evenkeel.placement.layouts import Layout
 from evenkeel.placement.limits import Watch
-from evenkeel.placement.model import Mode, Table
+from evenkeel.placement.model import Mode
 from evenkeel.placement.options import table_layouts
 from evenkeel.placement.placing import Placed, place
 from evenkeel.placement.problem import SLACK, Choice, Problem
@@ -28,18 +28,11 @@ def trivial_placements(request: PlanRequest, problem: Problem, watch: Watch) -> 
     """
     if not request.tables:
         return {}
-    picks = {tuple(pick(request, table) for table in request.tables): None for pick in (_first, _narrowest)}
-    found = [_alike(request, problem, watch, layouts) for layouts in picks]
-    able = {name: [placed for each in found if (placed := each[name]) is not None] for name in found[0]}
-    return {name: min(own, key=lambda placed: placed.seconds, default=None) for name, own in able.items()}
-
-
-def _first(request: PlanRequest, table: Table) -> Layout:
-    return table_layouts(request, table)[0]
-
-
-def _narrowest(request: PlanRequest, table: Table) -> Layout:
-    return min(table_layouts(request, table), key=lambda layout: layout.shard(table, request.topology).dim)
+    able = [table_layouts(request, table) for table in request.tables]
+    first, narrowest = tuple(own[0] for own in able), tuple(max(own, key=lambda each: each.pieces) for own in able)
+    found = [_alike(request, problem, watch, layouts) for layouts in dict.fromkeys((first, narrowest))]
+    fitting = {name: [placed for each in found if (placed := each[name]) is not None] for name in found[0]}
+    return {name: min(own, key=lambda placed: placed.seconds, default=None) for name, own in fitting.items()}
 
 
 def _alike(

@@ -12,14 +12,13 @@ import numpy as np
 
 from evenkeel.placement.invalid_input import TimeIsUpError, require
 from evenkeel.placement.limits import Watch
-from evenkeel.placement.model import Topology
 from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import fastest, plan
 from evenkeel.placement.problem import Problem, budgets, build_problem
 from evenkeel.placement.request import PlanRequest, with_time
-from evenkeel.placement.shortage import smallest_bytes
+from evenkeel.placement.shortage import smallest_bytes, with_memory
 
 MAX_POINTS = 256
 _SHARE = 0.4
@@ -165,18 +164,13 @@ def _sizes(request: PlanRequest, problem: Problem, resource: int, points: int, w
     return sorted({smallest_bytes(request, resource, math.ceil(unit)) for unit in units})
 
 
-def _with_memory(request: PlanRequest, resource: int, size: int) -> Topology:
-    return replace(request.topology, **{("hbm_bytes", "host_bytes")[resource]: size})
-
-
 def _point(request: PlanRequest, problem: Problem, resource: int, size: int, watch: Watch) -> CurvePoint:
-    topology = _with_memory(request, resource, size)
+    asked = with_memory(request, resource, size)
     gap = max(_CURVE_GAP, request.solver.gap)
-    asked = replace(request, topology=topology)
     placed, found, _ = fastest(asked, problem.with_budget(*map(float, budgets(asked))), watch, gap=gap)
     return CurvePoint(
-        hbm_bytes=topology.hbm_bytes,
-        host_bytes=topology.host_bytes,
+        hbm_bytes=asked.topology.hbm_bytes,
+        host_bytes=asked.topology.host_bytes,
         seconds=None if placed is None else placed.seconds,
         bound_seconds=None if placed is None else min(found.bound, placed.seconds),
     )
@@ -196,10 +190,9 @@ def _next(request: PlanRequest, resource: int, seconds: float, watch: Watch) -> 
     budget = budgets(request)
     if not np.isfinite(budget[resource]):
         return None
-    topology = request.topology
-    if resource or topology.hbm_bytes:
+    asked = request
+    if resource or request.topology.hbm_bytes:
         more = float(budget[resource] + _GIB_UNITS)
-        topology = _with_memory(request, resource, smallest_bytes(request, resource, more))
-    asked = replace(request, topology=topology)
+        asked = with_memory(request, resource, smallest_bytes(request, resource, more))
     placed, _, _ = fastest(asked, build_problem(asked, watch=watch), watch, gap=request.solver.gap)
     return 0.0 if placed is None else max(0.0, seconds - placed.seconds)

@@ -1,7 +1,6 @@
 """Where the reference's tables live: our plan without overrides, beside TorchRec's with and without those set by hand.
 
-    python -m examples.dlrmv4.plan
-    python -m examples.dlrmv4.plan --gpu h100 --ranks 32 --json plans.json
+    python -m examples.dlrmv4.plan [--gpu h100 ...] [--ranks 8 ...]
 
 No GPU is needed: nothing is trained, figures are predictions and counts on the synthetic stream of `stream.py`. As in
 the reference, planners may use HBM only; where ours finds nothing, all are asked again with the memory of the hosts.
@@ -9,21 +8,15 @@ the reference, planners may use HBM only; where ours finds nothing, all are aske
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+import typer
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table as RichTable
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner import Topology as TorchRecTopology
@@ -31,6 +24,7 @@ from torchrec.distributed.planner.types import PlannerError
 
 from evenkeel.key_statistics import miss_curve
 from evenkeel.placement import InvalidInputError, Mode, PlanRequest, Sharding, Topology, parse_topology, plan
+from evenkeel.placement.application import TORCHREC_KERNELS
 from evenkeel.placement.report import make_report
 from evenkeel.placement.whole_step import whole_step_seconds
 from examples.dlrmv4.model import HISTORY, keys_of, make_model, torchrec_tables
@@ -38,75 +32,20 @@ from examples.dlrmv4.stream import ROWS, Scale, Stream
 from trainer_client.planning import KeyStatistics, plan_model
 from trainer_client.planning.model import RESERVE
 
-OVERRIDES = ("album_id", "artist_id")
-"""What the reference sets to column-wise by hand."""
-THIN = 32
-"""One of so many samples stands for all: samples of a user that follow each other differ by few events."""
+OVERRIDES = ("album_id", "artist_id")  # what the reference sets to column-wise by hand
+THIN = 32  # one of so many samples stands for all: those of a user that follow each other differ by few events
 STEPS = 8
-SHARDINGS = (Sharding.ROW_WISE, Sharding.TABLE_WISE, Sharding.COLUMN_WISE)
+SHARDINGS = (Sharding.ROW_WISE, Sharding.TABLE_WISE, Sharding.COLUMN_WISE, Sharding.DATA_PARALLEL)
 COLUMNS = {
-    "hbm_gib": "HBM needed, GiB",
-    "shard_gib": "largest shard, GiB",
-    "temporary_gib": "largest temporary, GiB",
-    "owner_load": "heaviest owner / mean",
-    "step_ms": "predicted step, ms",
+    "hbm_gib": ("HBM needed, GiB", ".0f"),
+    "shard_gib": ("largest shard, GiB", ".1f"),
+    "temporary_gib": ("largest temporary, GiB", ".1f"),
+    "owner_load": ("heaviest owner / mean", ".2f"),
+    "step_ms": ("predicted step, ms", ",.0f"),
 }
+NAMES = {"evenkeel": "Evenkeel", "torchrec": "TorchRec", "torchrec, by hand": "TorchRec, by hand"}
 GIB = 2**30
-_MODES = {
-    "fused": Mode.HBM_ONLY,
-    "dense": Mode.HBM_ONLY,
-    "fused_uvm_caching": Mode.CACHING,
-    "fused_uvm": Mode.HOST_ONLY,
-}
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", choices=("h100", "h200"), action="append", help="profile; default: both")
-    parser.add_argument("--ranks", type=int, action="append", help="of the job; default: 8, 16 and 32")
-    parser.add_argument("--samples", type=int, default=Scale().samples, help="of a rank in a step")
-    parser.add_argument("--json", type=Path, help="where to write the figures; - for the console")
-    options = parser.parse_args()
-    if options.samples < THIN:
-        parser.error(f"--samples is {options.samples}; use at least {THIN}")
-    if few := [ranks for ranks in options.ranks or () if ranks < 1]:
-        parser.error(f"--ranks is {few[0]}; use at least 1")
-    try:
-        result = compare(options.gpu or ("h100", "h200"), options.ranks or (8, 16, 32), samples=options.samples)
-    except InvalidInputError as error:
-        sys.exit(f"dlrmv4.plan: {error}")
-    if options.json is None or str(options.json) != "-":
-        show(result, Console())
-    if options.json is not None:
-        text = json.dumps(result, indent=1)
-        _ = print(text) if str(options.json) == "-" else options.json.write_text(text + "\n", encoding="utf-8")
-
-
-def compare(gpus: Sequence[str] = ("h100", "h200"), ranks: Sequence[int] = (8, 16, 32), *, samples: int = 1024) -> Any:
-    """Figures of all planners' plans by GPU and ranks, for a file."""
-    logging.getLogger("torchrec").setLevel(logging.ERROR)  # or its planner prints pages
-    scale = replace(Scale(), samples=samples)
-    stream, cells = Stream(scale), []
-    for count in track(ranks, "planning", console=Console(stderr=True), transient=True):
-        seen = Seen(stream, count)
-        for gpu in gpus:
-            named, topology = parse_topology(f"{gpu}x{count}")
-            for host_bytes in (0, topology.host_bytes):
-                machines = replace(topology, host_bytes=host_bytes, hbm_reserved_fraction=RESERVE)
-                planners = {"evenkeel": _ours(seen, machines, named)} | _theirs(seen, machines)
-                if planners["evenkeel"].plan is not None:
-                    break
-            request = planners["evenkeel"].request
-            rows = {
-                name: {"why": each.why} if each.plan is None else seen.figures(each.plan, request)
-                for name, each in planners.items()
-            }
-            there = machines.hbm_bytes * (1 - RESERVE) / GIB
-            cells.append(
-                {"gpu": gpu, "ranks": count, "hbm_gib": there, "host_gib": (host_bytes or 0) / GIB, "planners": rows}
-            )
-    return {"keys": "synthetic", "samples_per_rank": samples, "tables_gb": 2048e-9 * sum(ROWS.values()), "cells": cells}
+_MODES = {"dense": Mode.HBM_ONLY} | {kernel: mode for mode, kernel in TORCHREC_KERNELS.items()}
 
 
 class Answer(NamedTuple):
@@ -115,6 +54,28 @@ class Answer(NamedTuple):
     plan: Any = None
     why: str = ""
     request: PlanRequest | None = None
+
+
+def compare(gpus: Sequence[str] = ("h100", "h200"), ranks: Sequence[int] = (8, 16, 32)) -> dict[str, Any]:
+    """Figures of all planners' plans by GPU and ranks."""
+    logging.getLogger("torchrec").setLevel(logging.ERROR)  # or its planner prints pages
+    stream, cells = Stream(Scale()), []
+    for count in ranks:
+        seen = Seen(stream, count)
+        for gpu in gpus:
+            named, topology = parse_topology(f"{gpu}x{count}")
+            for host_bytes in (0, topology.host_bytes):
+                machines = replace(topology, host_bytes=host_bytes, hbm_reserved_fraction=RESERVE)
+                planners = {"evenkeel": _ours(seen, machines, named)} | _theirs(seen, machines)
+                if planners["evenkeel"].plan is not None:
+                    break
+            rows = {
+                name: {"why": each.why} if each.plan is None else seen.figures(each.plan, planners["evenkeel"].request)
+                for name, each in planners.items()
+            }
+            there = {"hbm_gib": machines.hbm_bytes * (1 - RESERVE) / GIB, "host_gib": (host_bytes or 0) / GIB}
+            cells.append({"gpu": gpu, "ranks": count, **there, "planners": rows})
+    return {"keys": "synthetic", "samples_per_rank": stream.scale.samples, "cells": cells}
 
 
 class Seen:
@@ -161,14 +122,14 @@ class Seen:
                 low, high = np.searchsorted(known, [row, row + rows])
                 load[shard.placement.rank()] += float(counts[low:high].sum()) * columns * 4
         total = sum(asked.values(), np.zeros(self.ranks))
-        found = {"shard_gib": largest / GIB, "temporary_gib": max(load.max() for load in asked.values()) / GIB}
-        found["owner_load"] = total.max() / total.mean()
-        if request is not None:
-            found |= _predicted(placed, request)
-        layout = {
-            table: f"{entry.sharding_type} {_MODES[entry.compute_kernel].value}" for table, entry in placed.items()
-        }
-        return found | {"tables": layout}
+        return {
+            "shard_gib": largest / GIB,
+            "temporary_gib": max(load.max() for load in asked.values()) / GIB,
+            "owner_load": total.max() / total.mean(),
+            "tables": {
+                name: f"{each.sharding_type} {_MODES[each.compute_kernel].value}" for name, each in placed.items()
+            },
+        } | ({} if request is None else _predicted(placed, request))
 
 
 def _ours(seen: Seen, machines: Topology, gpu: str) -> Answer:
@@ -194,13 +155,11 @@ def _theirs(seen: Seen, machines: Topology) -> dict[str, Answer]:
             )
             for table, ids in seen.ids.items()
         }
-        planner = EmbeddingShardingPlanner(
-            topology=TorchRecTopology(
-                world_size=machines.ranks, local_world_size=machines.local_ranks, compute_device="cuda",
-                hbm_cap=machines.hbm_bytes, ddr_cap=(machines.host_bytes or 0) // machines.local_ranks,
-            ),
-            batch_size=seen.scale.samples, constraints=constraints, debug=False,
+        topology = TorchRecTopology(
+            world_size=machines.ranks, local_world_size=machines.local_ranks, compute_device="cuda",
+            hbm_cap=machines.hbm_bytes, ddr_cap=(machines.host_bytes or 0) // machines.local_ranks,
         )  # fmt: skip
+        planner = EmbeddingShardingPlanner(topology, seen.scale.samples, constraints=constraints, debug=False)
         try:
             found[name] = Answer(plan=planner.plan(seen.model, [EmbeddingCollectionSharder()]))
         except PlannerError as error:
@@ -222,27 +181,33 @@ def _predicted(placed: Mapping[str, Any], request: PlanRequest) -> dict[str, flo
     found = plan(asked)
     report = make_report(asked, found)
     assert report is not None, "there is room for all"
-    return {
-        "hbm_gib": (found.workspace_bytes + max(part.hbm_bytes for part in report.ranks)) / GIB,
-        "step_ms": 1e3 * (whole_step_seconds(asked, found) or 0.0),
-    }
+    used = found.workspace_bytes + max(part.hbm_bytes for part in report.ranks)
+    return {"hbm_gib": used / GIB, "step_ms": 1e3 * (whole_step_seconds(asked, found) or 0.0)}
 
 
-def show(result: Any, console: Console) -> None:
-    """The figures as tables."""
+def shown(result: Mapping[str, Any]) -> str:
+    """The figures as a table of Markdown."""
+    lines = [["GPUs", "planner", *(title for title, _ in COLUMNS.values())], ["---"] * (2 + len(COLUMNS))]
     for cell in result["cells"]:
-        host = f", {cell['host_gib']:,.0f} GiB in a host" if cell["host_gib"] else ""
-        title = (
-            f"{cell['ranks']} × {cell['gpu'].upper()}, {cell['hbm_gib']:.0f} GiB for tables{host}; keys are synthetic"
-        )
-        table = RichTable("planner", *COLUMNS.values(), title=title)
+        machines = f"{cell['ranks']} {cell['gpu'].upper()}" + " and hosts' memory" * (cell["host_gib"] > 0)
         for name, row in cell["planners"].items():
-            table.add_row(name, *(f"{row[key]:,.2f}" if key in row else "-" for key in COLUMNS))
-        console.print(table)
+            figures = [format(row[key], form) if key in row else "-" for key, (_, form) in COLUMNS.items()]
+            lines.append([machines, NAMES[name], *figures])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(
+    gpu: Annotated[list[str], typer.Option(help="Profile.")] = ["h100", "h200"],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(min=1, help="Of the job.")] = [8, 16, 32],  # noqa: B006
+) -> None:
+    """Plans for each of the machines, as a table; why there is none where that is so."""
+    result = compare(gpu, ranks)
+    print(shown(result))
+    for cell in result["cells"]:
         for name, row in cell["planners"].items():
             if "why" in row:
-                console.print(f"{name}: {row['why']}", highlight=False)
+                print(f"{cell['ranks']} {cell['gpu']}: {NAMES[name]} has no plan: {row['why']}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
