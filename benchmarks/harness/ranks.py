@@ -22,7 +22,9 @@ class RankFailedError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, check: bool = True) -> list[Any]:
+def run_ranks(
+    world_size: int, target: Callable[..., Any], *args: Any, check: bool = True, seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
     """Runs `target(rank, *args)` in each rank of a new Gloo world.
 
     Args:
@@ -30,6 +32,7 @@ def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, check: bo
         target: A module-level function.
         args: What else it gets; pickled.
         check: Raise if any rank raised; otherwise its exception is its result.
+        seconds: For which a rank is waited for.
 
     Returns:
         The results by rank.
@@ -49,7 +52,7 @@ def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, check: bo
         try:
             for rank, end in enumerate(ends):
                 try:
-                    answered = end.poll(TIMEOUT_SECONDS)
+                    answered = end.poll(seconds)
                     results.append(pickle.loads(end.recv_bytes()) if answered else (None, None, "did not end in time"))
                 except EOFError:
                     processes[rank].join(5)

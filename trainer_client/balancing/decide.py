@@ -181,19 +181,14 @@ def _check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None,
 def _schemas_differ(contributions: Contributions, lines_of: Callable[[int], Sequence[str]]) -> SchemaMismatchError:
     """The error of ranks whose batches have other fields; `lines_of` knows those of earlier schemas."""
     ranks, numbers = contributions.with_samples, contributions.headers["schema"]
-    other = next(rank for rank in ranks if numbers[rank] != numbers[ranks[0]])
+    first, other = ranks[0], next(rank for rank in ranks if numbers[rank] != numbers[ranks[0]])
     lines = []
-    for rank in (ranks[0], other):
+    for rank in (first, other):
         extras = contributions.extras.get(rank)
         template = None if extras is None else extras.template
         lines.append(lines_of(int(numbers[rank])) if template is None else template.schema.lines)
-    return mismatch(ranks[0], lines[0], other, lines[1])
-
-
-def mismatch(first: int, lines: Sequence[str], other: int, other_lines: Sequence[str]) -> SchemaMismatchError:
-    """The error that shows how the batches of two ranks differ, given a line per field of each."""
-    only_first = [line for line in lines if line not in other_lines]
-    only_other = [line for line in other_lines if line not in lines]
+    only_first = [line for line in lines[0] if line not in lines[1]]
+    only_other = [line for line in lines[1] if line not in lines[0]]
     here, there = "; ".join(only_first), "; ".join(only_other)
     if here and there:
         both = f"rank {first} has {here}, rank {other} has {there}"

@@ -37,15 +37,6 @@ MAX_AHEAD = 64
 """Batches that a pipeline may hold, so far back that a state can be asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """What has been yielded of a pass; see `LoaderState`."""
-
-    source: Position | None = None
-    batches: int = 0
-    window: dict[str, Any] | None = None
-
-
 @dataclass(slots=True)
 class _Window:
     """A window in flight, between two positions of the loader."""
@@ -65,7 +56,7 @@ class _Moving:
     pending: Pending
     report: RoundReport
     splits: Splits
-    progress: _Progress
+    state: LoaderState  # once the loop has it
 
 
 class BalancedLoader(Generic[B]):
@@ -136,7 +127,7 @@ class BalancedLoader(Generic[B]):
         self._splits: Splits = ()
         self._splits_asked = True
         self._resume: LoaderState | None = None  # which the next loop goes on from
-        self._progress: deque[_Progress] = deque([_Progress()], maxlen=MAX_AHEAD + 1)  # after each batch
+        self._states = deque([LoaderState(name=name)], maxlen=MAX_AHEAD + 1)  # after each batch of the latest pass
         self._finished = False
         self._named_epoch: int | None = None
         self._epoch: int | None = None  # of the latest loop
@@ -264,12 +255,10 @@ class BalancedLoader(Generic[B]):
             raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
         if self._resume is not None:
             return self._resume.to_state()
-        progress = self._progress[max(0, len(self._progress) - 1 - ahead)]
+        state = self._states[max(0, len(self._states) - 1 - ahead)]
         rank, world_size = self.balancer.rank_and_size
-        return LoaderState(
-            name=self.name, rank=rank, world_size=world_size, epoch=self._epoch, batches=progress.batches,
-            finished=self._finished and progress is self._progress[-1], source=progress.source, window=progress.window,
-        ).to_state()  # fmt: skip
+        finished = self._finished and state is self._states[-1]
+        return replace(state, rank=rank, world_size=world_size, epoch=self._epoch, finished=finished).to_state()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, repeat_window: bool = False) -> None:
         """Lets the next loop go on from a state: the first batch is the one that would have come next.
@@ -348,11 +337,11 @@ class BalancedLoader(Generic[B]):
         if self.summed_terms is not None:
             self.summed_terms.add(batch)
         self._report, self._splits, self._splits_asked = moving.report, moving.splits, False
-        self._progress.append(moving.progress)
+        self._states.append(moving.state)
         return batch
 
     def _finish_pass(self, source: Source) -> None:
-        self._progress[-1] = replace(self._progress[-1], source=source.position, window=None)
+        self._states[-1] = replace(self._states[-1], source=source.position, window=None)
         self._finished = True
 
 
@@ -396,13 +385,13 @@ class _Loop:
         loader._epoch = loader._named_epoch if state is None or loader._named_epoch is not None else state.epoch
         loader._finished = False
         self._here = self.source.position  # where the next window begins
-        progress = _Progress(self._here)
+        begin = LoaderState(name=loader.name, source=self._here)
         if state is not None and resumed is not None and not state.finished:
-            progress = replace(progress, batches=state.batches, window=state.window)
-        loader._progress.clear()
-        loader._progress.append(progress)
-        self._batches = progress.batches  # whose moves have begun
-        self._skipped = 0 if progress.window is None else int(progress.window["done"])  # of the first window
+            begin = replace(begin, batches=state.batches, window=state.window)
+        loader._states.clear()
+        loader._states.append(begin)
+        self._batches = begin.batches  # whose moves have begun
+        self._skipped = 0 if begin.window is None else int(begin.window["done"])  # of the first window
 
     def _source(self, batches: Any, start: Position | None) -> Source:
         loader = self._loader
@@ -470,12 +459,11 @@ class _Loop:
         pending = self.stream.start(window.ticket, directive, self._loader._device, batch=batch)
         self._batches += 1
         window.done += 1
-        progress = _Progress(window.end, self._batches)
+        state = LoaderState(name=self._loader.name, source=window.end, batches=self._batches)
         if window.left:
-            progress = _Progress(
-                window.begin, self._batches, {**(directive.extras.for_states or {}), "done": window.done}
-            )
-        return _Moving(pending, directive.reports[batch], directive.splits(batch), progress)
+            for_states = {**(directive.extras.for_states or {}), "done": window.done}
+            state = replace(state, source=window.begin, window=for_states)
+        return _Moving(pending, directive.reports[batch], directive.splits(batch), state)
 
 
 def _check(loader: object, balancer: object, functions: dict[str, object], name: object) -> None:

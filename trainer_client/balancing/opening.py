@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from evenkeel import __version__
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost
-from trainer_client.balancing.decide import mismatch
-from trainer_client.balancing.errors import NoDataError, PeersDifferError, ProgramOrderError
+from trainer_client.balancing.errors import NoDataError, ProgramOrderError
 from trainer_client.balancing.groups import Communicators, read_membership, take_communicators
 from trainer_client.balancing.kernels import prepare_moves
 from trainer_client.balancing.lead import Lead
@@ -121,7 +119,7 @@ class Opening:
         lead: Lead | None = None
         if hellos is not None:
             try:
-                template = _common_template(hellos, peers)
+                template = _common_template(hellos, peers.shape[1])
                 lead = make_lead(
                     config, template=template, nodes=[one.node for one in hellos[:: peers.shape[1]]], peers=peers,
                     counters=self._counters, learns=self._learns, waits=self._resumes,
@@ -149,35 +147,23 @@ class Opening:
         )  # fmt: skip
 
 
-def _common_template(hellos: Sequence[_Hello], peers: NDArray[np.int64]) -> FlatBatch:
-    """An empty batch of the one schema that the ranks' first batches have."""
-    first, num_peers = hellos[0].config, peers.shape[1]
+def _common_template(hellos: Sequence[_Hello], num_peers: int) -> FlatBatch:
+    """An empty batch of a schema that some rank's first batch has; `decide` compares those of all in round 0."""
+    first = hellos[0]
     for number, hello in enumerate(hellos):
         rank = number // num_peers
-        if hello.config.loader != first.loader:
+        if hello.config.loader != first.config.loader:
             raise ProgramOrderError(
-                f"rank {rank} begins the loader {hello.config.loader!r} while rank 0 begins {first.loader!r}; "
+                f"rank {rank} begins the loader {hello.config.loader!r} while rank 0 begins {first.config.loader!r}; "
                 "begin loaders for the first time in the same order on all ranks"
             )
-        if hello.version != hellos[0].version:
+        if hello.version != first.version:
             raise ValueError(
-                f"rank {rank} runs evenkeel {hello.version}, rank 0 runs {hellos[0].version}; install the same version "
+                f"rank {rank} runs evenkeel {hello.version}, rank 0 runs {first.version}; install the same version "
                 "on all ranks (the balancer may be of another)"
             )
-        if (hello.template is None) != (hellos[rank * num_peers].template is None):
-            ended, more = ("no", "one") if hello.template is None else ("a", "none")
-            raise PeersDifferError(
-                f"a rank that trains the same batches as rank {rank} has {ended} first batch where that has {more}; "
-                "let them load the same samples in the same order, as by mesh['dp'].get_local_rank()"
-            )
-    known = [(rank, one) for rank, one in enumerate(hellos[::num_peers]) if one.template is not None]
-    if not known:
+    known = sorted(hellos, key=lambda hello: not hello.has_samples)  # an empty one tells little of its fields
+    template = next((hello.template for hello in known if hello.template is not None), None)
+    if template is None:
         raise NoDataError
-    known = [one for one in known if one[1].has_samples] or known
-    first_rank, template = known[0][0], known[0][1].template
-    assert template is not None
-    for rank, hello in known[1:]:
-        assert hello.template is not None
-        if hello.template.schema.lines != template.schema.lines:
-            raise mismatch(first_rank, template.schema.lines, rank, hello.template.schema.lines)
     return template

@@ -66,8 +66,8 @@ class LoaderState:
     """
 
     name: str
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
     epoch: int | None = None
     batches: int = 0
     finished: bool = False

@@ -378,7 +378,6 @@ class BatchStream:
 
         Raises:
             ValueError: If the batches or their costs cannot be read, which the message names, or are too many.
-            SchemaMismatchError: If the ranks' batches differ in their fields.
             NoDataError: If no rank has ever had a batch; on all ranks.
         """
         if not batches:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from benchmarks.harness.ranks import TIMEOUT_SECONDS, RankFailedError, run_ranks
 from benchmarks.harness.steps import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import asking
@@ -37,6 +41,32 @@ def balancer_of(
     if address == "off":
         return Balancer.off(options=options, process_group=process_group)
     return connect(address, job=job, options=options, process_group=process_group)
+
+
+def run_in_turn(world_size: int, *jobs: tuple[Any, ...], check: bool = True) -> list[list[Any]]:
+    """What ranks return of jobs, each a function and its arguments, by job and rank: they are started once for all.
+
+    As `run_ranks` does, it raises what a rank has raised, or gives that for its result, without `check`.
+    """
+    by_rank = run_ranks(world_size, _in_turn, jobs, seconds=TIMEOUT_SECONDS * 2)
+    by_job = [list(results) for results in zip(*by_rank, strict=True)]
+    for (target, *arguments), results in zip(jobs, by_job, strict=True):
+        for rank, result in enumerate(results if check else ()):
+            if isinstance(result, Exception):
+                raise RankFailedError(f"rank {rank} of {target.__name__}{tuple(arguments)}: {result.__notes__[-1]}")
+    return by_job
+
+
+def _in_turn(rank: int, jobs: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    results = []
+    for target, *arguments in jobs:
+        try:
+            results.append(pickle.loads(pickle.dumps(target(rank, *arguments))))  # later jobs do not change it
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            results.append(error)
+        dist.barrier()
+    return results
 
 
 def logged(name: str = "trainer_client", *, form: str = "%(message)s") -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.batches import BatchError
@@ -31,8 +31,8 @@ def constrained(rank: int, address: str | None) -> tuple[list[float], list[str]]
 
 
 def test_memory_caps_hold(balancer: ServiceProcess) -> None:
-    for address, mode in ((balancer.address, "service"), (None, "embedded")):
-        results = run_ranks(2, constrained, address)
+    served, embedded = run_in_turn(2, (constrained, balancer.address), (constrained, None))
+    for results, mode in ((served, "service"), (embedded, "embedded")):
         for memory, modes in results:
             assert memory[0] <= 14.0
             assert set(modes) == {mode, "end"}
@@ -58,29 +58,23 @@ def schemas_that_change(rank: int) -> None:
         list(BalancedLoader(batches, balancer, cost=lambda b: b["id"]))
 
 
-@pytest.mark.parametrize("job", [different_schemas, missing_fields, schemas_that_change])
-def test_schemas_that_differ_are_an_error_on_all_ranks_that_shows_both(job: Any) -> None:
-    errors = run_ranks(2, job, check=False)
-    for error in errors:
-        assert isinstance(error, SchemaMismatchError)
-        assert "rank 0" in str(error)
-        assert "rank 1" in str(error)
-    wanted = {
-        different_schemas: ("rank 0 has x: float32", "rank 1 has x: float64"),
-        missing_fields: ("rank 0 has x: float32", "which rank 1 lacks"),
-        schemas_that_change: ("extra",),
-    }[job]
-    assert all(word in str(error) for error in errors for word in wanted)
-
-
 def nothing_first(_: int) -> None:
     with Balancer.embedded() as balancer:
         list(BalancedLoader([None, torch.arange(3)], balancer, cost=lambda batch: batch))
 
 
-def test_a_first_batch_that_is_none_is_refused_as_a_later_one() -> None:
-    errors = run_ranks(2, nothing_first, check=False)
-    assert [type(error) for error in errors] == [BatchError] * 2, errors
+def test_schemas_that_differ_are_an_error_on_all_ranks_that_shows_both() -> None:
+    """And a first batch that is None is refused as a later one."""
+    wanted = {
+        different_schemas: ("rank 0 has x: float32", "rank 1 has x: float64"),
+        missing_fields: ("rank 0 has x: float32", "which rank 1 lacks"),
+        schemas_that_change: ("extra", "rank 0", "rank 1"),
+    }
+    *by_job, refused = run_in_turn(2, *((job,) for job in wanted), (nothing_first,), check=False)
+    for words, errors in zip(wanted.values(), by_job, strict=True):
+        assert [type(error) for error in errors] == [SchemaMismatchError] * 2, errors
+        assert all(word in str(error) for error in errors for word in words)
+    assert [type(error) for error in refused] == [BatchError] * 2, refused
 
 
 def on_two_hosts(rank: int, address: str | None) -> list[int]:
@@ -95,7 +89,8 @@ def on_two_hosts(rank: int, address: str | None) -> list[int]:
 
 
 def test_hosts_are_known_to_the_partition(balancer: ServiceProcess) -> None:
-    assert run_ranks(4, on_two_hosts, balancer.address) == run_ranks(4, on_two_hosts, None)
+    served, embedded = run_in_turn(4, (on_two_hosts, balancer.address), (on_two_hosts, None))
+    assert served == embedded
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, STEPS, Ledger, balancer_of, cost_of, failing, source
+from tests.trainer_client.balancing.jobs import (
+    SPEC,
+    STEPS,
+    Ledger,
+    balancer_of,
+    cost_of,
+    failing,
+    run_in_turn,
+    source,
+)
 from trainer_client import BalancedLoader
 from trainer_client.balancing import ProgramOrderError, kernels
 
@@ -60,15 +69,15 @@ def fail_at_once(
     return ledger, raised
 
 
-@pytest.mark.parametrize("way", ["source", "loader", "batch", "cost"])
 @pytest.mark.parametrize("ranks_that_fail", [(1,), (0, 1, 2)])
-def test_a_first_batch_that_fails_ends_the_loops_of_all_ranks(way: str, ranks_that_fail: tuple[int, ...]) -> None:
-    results = run_ranks(3, fail_at_once, None, way, ranks_that_fail)
-    for rank, (ledger, raised) in enumerate(results):
-        assert len(raised) == (2 if rank in ranks_that_fail else 0)
-        assert {"a first", "b first"}.isdisjoint(ledger)
-    again = sorted(sample for ledger, _ in results for step in ledger["a again"] for sample in step)
-    assert again == sorted(int(one) for rank in range(3) for batch in source(rank, 0) for one in batch["id"])
+def test_a_first_batch_that_fails_ends_the_loops_of_all_ranks(ranks_that_fail: tuple[int, ...]) -> None:
+    ways = ("source", "loader", "batch", "cost")
+    for results in run_in_turn(3, *((fail_at_once, None, way, ranks_that_fail) for way in ways)):
+        for rank, (ledger, raised) in enumerate(results):
+            assert len(raised) == (2 if rank in ranks_that_fail else 0)
+            assert {"a first", "b first"}.isdisjoint(ledger)
+        again = sorted(sample for ledger, _ in results for step in ledger["a again"] for sample in step)
+        assert again == sorted(int(one) for rank in range(3) for batch in source(rank, 0) for one in batch["id"])
 
 
 def submit_ahead_of_the_end(rank: int, address: str) -> list[tuple[str, int]]:
@@ -112,12 +121,11 @@ def by_hand_after_an_iterator(rank: int, address: str | None) -> Any:
     return trained
 
 
-@pytest.mark.parametrize("how", ["embedded", "service"])
-def test_a_loop_by_hand_ends_an_iterator_that_is_kept(how: str, balancer: ServiceProcess) -> None:
-    results = run_ranks(2, by_hand_after_an_iterator, balancer.address if how == "service" else None)
-    for step in range(3):
-        found = sorted(sample for trained in results for sample in trained[step])
-        assert found == sorted(int(one) for rank in range(2) for one in source(rank, 1, 3)[step]["id"])
+def test_a_loop_by_hand_ends_an_iterator_that_is_kept(balancer: ServiceProcess) -> None:
+    for results in run_in_turn(2, *((by_hand_after_an_iterator, address) for address in (None, balancer.address))):
+        for step in range(3):
+            found = sorted(sample for trained in results for sample in trained[step])
+            assert found == sorted(int(one) for rank in range(2) for one in source(rank, 1, 3)[step]["id"])
 
 
 class TooLongError(Exception):

@@ -8,11 +8,8 @@ import threading
 import time
 from typing import Any
 
-import pytest
-
 from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, balancer_of, cost_of, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, balancer_of, cost_of, make_batch, run_in_turn
 from trainer_client import BalancedLoader, Balancer
 
 
@@ -49,17 +46,16 @@ def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
     return modes, pairs, threads_left()
 
 
-@pytest.mark.parametrize("leave", [False, True])
-@pytest.mark.parametrize("mode", ["embedded", "service"])
-def test_a_dropped_balancer_leaves_nothing_behind_and_its_successor_takes_its_place(
-    balancer: ServiceProcess, mode: str, leave: bool
-) -> None:
-    address = balancer.address if mode == "service" else None
-    for modes, pairs, left in run_ranks(2, one_after_the_other, address, leave):
-        assert {each for loop in modes for each in loop} == {mode}
-        assert leave or {len(loop) for loop in modes} == {6}
-        assert len(set(pairs)) == 1
-        assert left == []
+def test_a_dropped_balancer_leaves_nothing_behind_and_its_successor_takes_its_place(balancer: ServiceProcess) -> None:
+    ways = [(address, leave) for address in (None, balancer.address) for leave in (False, True)]
+    for (address, leave), results in zip(
+        ways, run_in_turn(2, *((one_after_the_other, *way) for way in ways)), strict=True
+    ):
+        for modes, pairs, left in results:
+            assert {each for loop in modes for each in loop} == {"embedded" if address is None else "service"}
+            assert leave or {len(loop) for loop in modes} == {6}
+            assert len(set(pairs)) == 1
+            assert left == []
 
 
 def ends_of(rank: int, error: bool) -> list[str]:
@@ -84,6 +80,5 @@ def ends_of(rank: int, error: bool) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("error", [False, True])
-def test_a_dropped_balancer_does_not_wait_for_the_collector_of_cycles(error: bool) -> None:
-    assert run_ranks(2, ends_of, error) == [[], []]
+def test_a_dropped_balancer_does_not_wait_for_the_collector_of_cycles() -> None:
+    assert run_in_turn(2, (ends_of, False), (ends_of, True)) == [[[], []]] * 2

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.balancer_process import running_balancer
-from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.relay import Ask, Refused, Relay
-from tests.trainer_client.balancing.jobs import SPEC, Job, _Source, cost_of
+from tests.trainer_client.balancing.jobs import SPEC, Job, _Source, cost_of, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions
 
 WIDTH = 6
@@ -117,16 +116,9 @@ def test_the_bound_is_tight_enough_to_notice_a_lost_sample(job: Job) -> None:
     assert max(float((bound / gradient.abs().max()).max()) for gradient, bound in wanted) < 1e-12
 
 
-@pytest.mark.parametrize("where", [None, "off"], ids=["embedded", "off"])
-def test_the_averaged_gradient_is_that_of_the_global_batch(job: Job, where: str | None) -> None:
-    check(run_ranks(3, gradients, replace(job, address=where)), reference(job))
-
-
-def test_the_service_and_faults_change_nothing(job: Job) -> None:
+def test_the_averaged_gradient_is_that_of_the_global_batch_whoever_plans(job: Job) -> None:
     wanted = reference(job)
     with running_balancer() as balancer, Relay(balancer.port) as relay:
-        served = run_ranks(3, gradients, replace(job, address=balancer.address))
-
         injected: Counter[str] = Counter()
         calls = itertools.count()
 
@@ -141,9 +133,12 @@ def test_the_service_and_faults_change_nothing(job: Job) -> None:
             return answer[: len(answer) // 2] if kind == "garbled" else answer
 
         relay.hook = harm
-        harmed = run_ranks(3, gradients, replace(job, address=relay.address, name="harmed"))
-    check(served, wanted)
-    check(harmed, wanted)
+        jobs = [replace(job, address=address) for address in (None, "off", balancer.address)]
+        jobs.append(replace(job, address=relay.address, name="harmed"))
+        by_job = run_in_turn(3, *((gradients, each) for each in jobs))
+    for results in by_job:
+        check(results, wanted)
+    harmed = by_job[-1]
     assert min(injected[kind] for kind in ("late", "garbled", "refused")) >= 1
     modes = [step["mode"].value for step in harmed[0]]
     assert modes.count("embedded") == injected["garbled"] + injected["refused"] >= 10

@@ -21,6 +21,7 @@ from tests.trainer_client.balancing.jobs import (
     cost_of,
     failing,
     logged,
+    run_in_turn,
     source,
 )
 from trainer_client import BalancedLoader
@@ -119,23 +120,29 @@ def loaded(rank: int, loop: str, step: int) -> list[int]:
     return source(rank, int(loop.split(maxsplit=1)[0]))[step]["id"].tolist() if step < steps else []
 
 
-@pytest.mark.parametrize("how", ["embedded", "service", "off", "window", "depth"])
-def test_ranks_that_leave_at_different_steps_lose_and_mix_nothing(how: str, balancer: ServiceProcess) -> None:
-    address = {"service": balancer.address, "off": "off"}.get(how)
-    options: dict[str, Any] = {
-        "window": {"window": 3},
-        "depth": {"depth": 5},
-    }.get(how, {})
-    results = run_ranks(3, leave_in_many_ways, address, options)
-    ledgers = [ledger for ledger, _ in results]
-    check(ledgers, window=options.get("window", 1))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "embedded": {}, "service": {}, "off": {}, "window": {"window": 3}, "depth": {"depth": 5}
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def left(balancer: ServiceProcess) -> dict[str, Any]:
+    addresses = {"service": balancer.address, "off": "off"}
+    jobs = ((leave_in_many_ways, addresses.get(how), options) for how, options in OPTIONS.items())
+    return dict(zip(OPTIONS, run_in_turn(3, *jobs), strict=True))
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_ranks_that_leave_at_different_steps_lose_and_mix_nothing(how: str, left: dict[str, Any]) -> None:
+    ledgers = [ledger for ledger, _ in left[how]]
+    check(ledgers, window=OPTIONS[how].get("window", 1))
     for ledger in ledgers:
         assert len(ledger["1 train"]) == len(ledger["8 train"]) == STEPS
     assert len(ledgers[0]["0 train"]) == 3
     if how == "embedded":
         assert [len(ledger["0 train"]) for ledger in ledgers] == [3, 4, 5]
         assert [len(ledger["2 train"]) for ledger in ledgers] == [4, 4, 4]
-    told = [line for _, said in results for line in said if "has left its loop" in line]
+    told = [line for _, said in left[how] for line in said if "has left its loop" in line]
     # One rank says that another has left; of a problem every rank tells.
     assert [line.split("(")[1].split(")")[0] for line in told if "(" in line] == ["OSError: the disk is gone"] * 2
     assert sum(line.startswith("WARNING") and "(" not in line for line in told) <= 1
@@ -169,28 +176,26 @@ def by_hand(rank: int, address: str | None, steps: tuple[int, ...]) -> list[list
     return ledger
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_loops_of_ones_own_over_uneven_data(balancer: ServiceProcess, served: bool) -> None:
-    steps = (2, 5, 0)
-    results = run_ranks(3, by_hand, balancer.address if served else None, steps)
-    for loop in (0, 2):
-        assert [len(result[loop]) for result in results] == [5] * 3
-        for step in range(5):
-            assert sorted(i for result in results for i in result[loop][step]) == sorted(
-                int(i) for rank in range(3) if step < steps[rank] for i in source(rank, loop)[step]["id"]
-            )
-    assert len(results[1][1]) == 2
-    assert {len(result[1]) for result in results} <= {2, 3}
-
-
 def no_data_by_hand(_: int) -> Any:
     with balancer_of(None) as balancer:
         ticket = balancer.submit(None, cost=cost_of)
         return balancer.redistribute(None, ticket)
 
 
-def test_a_loop_of_ones_own_without_any_data_is_over_at_once() -> None:
-    assert run_ranks(2, no_data_by_hand) == [None, None]
+def test_loops_of_ones_own_over_uneven_data_and_over_none(balancer: ServiceProcess) -> None:
+    steps = (2, 5, 0)
+    jobs = [(by_hand, address, steps) for address in (None, balancer.address)]
+    *both, nothing = run_in_turn(3, *jobs, (no_data_by_hand,))
+    for results in both:
+        for loop in (0, 2):
+            assert [len(result[loop]) for result in results] == [5] * 3
+            for step in range(5):
+                assert sorted(i for result in results for i in result[loop][step]) == sorted(
+                    int(i) for rank in range(3) if step < steps[rank] for i in source(rank, loop)[step]["id"]
+                )
+        assert len(results[1][1]) == 2
+        assert {len(result[1]) for result in results} <= {2, 3}
+    assert nothing == [None] * 3
 
 
 def out_of_turn(rank: int) -> int:
@@ -221,21 +226,19 @@ def interleaved(rank: int) -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    ("job", "text"),
-    [
-        (out_of_turn, "rank 1 redistributes a batch out of turn: redistribute the batches of a loader in the order"),
-        (other_loaders, "rank 1 begins the loader 'eval' while rank 0 begins 'train'"),
-        (interleaved, "a newer loop over 'train' has begun"),
-    ],
-    ids=["out of turn", "other loaders", "one name"],
-)
-def test_programs_that_cannot_be_reconciled_raise_the_same_error_on_all_ranks(job: Any, text: str) -> None:
-    errors = run_ranks(2, job, check=False)
-    assert [type(error) for error in errors] == [ProgramOrderError] * 2, errors
-    assert all(str(error).startswith(text) for error in errors), errors
-    assert len({str(error) for error in errors}) == 1
-    assert not isinstance(errors[0], int)
+MISTAKES = {
+    out_of_turn: "rank 1 redistributes a batch out of turn: redistribute the batches of a loader in the order",
+    other_loaders: "rank 1 begins the loader 'eval' while rank 0 begins 'train'",
+    interleaved: "a newer loop over 'train' has begun",
+}
+
+
+def test_programs_that_cannot_be_reconciled_raise_the_same_error_on_all_ranks() -> None:
+    by_job = run_in_turn(2, *((job,) for job in MISTAKES), check=False)
+    for text, errors in zip(MISTAKES.values(), by_job, strict=True):
+        assert [type(error) for error in errors] == [ProgramOrderError] * 2, errors
+        assert all(str(error).startswith(text) for error in errors), errors
+        assert len({str(error) for error in errors}) == 1
 
 
 def long_steps(rank: int) -> tuple[int, float]:
@@ -291,17 +294,16 @@ def peers_leave(rank: int, address: str | None) -> list[list[list[int]]]:
     return loops
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_peers_that_leave_at_different_steps_get_the_same_batches(balancer: ServiceProcess, served: bool) -> None:
-    results = run_ranks(4, peers_leave, balancer.address if served else None)
-    for first, second in ((0, 1), (2, 3)):
-        for loop in range(4):
-            pairs = zip(results[first][loop], results[second][loop], strict=loop in (1, 3))
-            assert all(one == other for one, other in pairs)
-    for loop in (1, 3):
-        for step in range(STEPS):
-            got = sorted(results[0][loop][step] + results[2][loop][step])
-            assert got == sorted(int(i) for dp in range(2) for i in source(dp, loop)[step]["id"])
+def test_peers_that_leave_at_different_steps_get_the_same_batches(balancer: ServiceProcess) -> None:
+    for results in run_in_turn(4, *((peers_leave, address) for address in (None, balancer.address))):
+        for first, second in ((0, 1), (2, 3)):
+            for loop in range(4):
+                pairs = zip(results[first][loop], results[second][loop], strict=loop in (1, 3))
+                assert all(one == other for one, other in pairs)
+        for loop in (1, 3):
+            for step in range(STEPS):
+                got = sorted(results[0][loop][step] + results[2][loop][step])
+                assert got == sorted(int(i) for dp in range(2) for i in source(dp, loop)[step]["id"])
 
 
 def meet_in_the_model(rank: int, fails: str, options: dict[str, Any]) -> tuple[list[int], str]:
@@ -332,9 +334,9 @@ def meet_in_the_model(rank: int, fails: str, options: dict[str, Any]) -> tuple[l
 
 
 @pytest.mark.parametrize("fails", ["source", "cost"])
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"depth": 5}], ids=str)
-def test_loops_end_at_one_step_where_the_data_of_a_rank_fails(fails: str, options: dict[str, Any]) -> None:
-    results = run_ranks(3, meet_in_the_model, fails, options)
-    assert [said for _, said in results] == ["", "the disk is gone", ""]
-    first, second = (sum(steps[loop] for steps, _ in results) for loop in range(2))
-    assert 0 < first < second
+def test_loops_end_at_one_step_where_the_data_of_a_rank_fails(fails: str) -> None:
+    options: tuple[dict[str, int], ...] = ({}, {"window": 3}, {"depth": 5})
+    for results in run_in_turn(3, *((meet_in_the_model, fails, each) for each in options)):
+        assert [said for _, said in results] == ["", "the disk is gone", ""]
+        first, second = (sum(steps[loop] for steps, _ in results) for loop in range(2))
+        assert 0 < first < second

@@ -12,22 +12,23 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
+from tests.trainer_client.balancing.jobs import Job, check_complete, run_in_turn, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.resume import ResumeError
 
 
-def run(job: Job) -> list[list[dict[str, Any]]]:
-    results = run_ranks(len(job.steps), run_job, job)
-    check_complete(job, results)
-    return results
+def run(*jobs: Job) -> list[list[list[dict[str, Any]]]]:
+    by_job = run_in_turn(len(jobs[0].steps), *((run_job, job) for job in jobs))
+    for job, results in zip(jobs, by_job, strict=True):
+        check_complete(job, results)
+    return by_job
 
 
 @pytest.mark.parametrize("steps", [(6, 6, 6), (1, 5, 3), (0, 4)], ids=str)
 def test_whoever_plans_all_ranks_train_each_sample_once(balancer: ServiceProcess, steps: tuple[int, ...]) -> None:
     """Also where ranks run out or have no data at all, and in a job that is started again under its name."""
     job = Job(steps=steps, name=f"{steps}", epochs=2)
-    served, again, embedded, off = (run(replace(job, address=to)) for to in (*[balancer.address] * 2, None, "off"))
+    served, again, embedded, off = run(*(replace(job, address=to) for to in (*[balancer.address] * 2, None, "off")))
     for results, mode in ((served, "service"), (again, "service"), (embedded, "embedded"), (off, "identity")):
         assert len(results[0]) == 2 * max(steps)
         assert {record["mode"] for record in results[0]} == {mode}
@@ -50,7 +51,7 @@ def test_no_data_at_all() -> None:
 
 def test_a_service_that_is_never_there_costs_no_wait() -> None:
     options = BalanceOptions(timeout=timedelta(seconds=0.5))
-    results = run(Job(steps=(8, 8), address="127.0.0.1:9", name="nobody", options=options))
+    (results,) = run(Job(steps=(8, 8), address="127.0.0.1:9", name="nobody", options=options))
     assert {record["mode"] for record in results[0]} == {"embedded"}
     assert {record["reason"] for record in results[0]} <= {"no_answer", "not_asked"}
     assert results[0][-1]["reason"] == "not_asked"

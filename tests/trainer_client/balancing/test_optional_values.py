@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import balancer_of
+from tests.trainer_client.balancing.jobs import balancer_of, run_in_turn
 from trainer_client import BalancedLoader, BatchSpec
 
 
@@ -33,16 +32,15 @@ def train(rank: int, window: int) -> list[list[tuple[int, Any]]]:
         return [list(zip(batch["id"].tolist(), batch["coupon"], batch["tags"], strict=True)) for batch in loader]
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_lists_of_optional_values_travel_with_their_samples(window: int) -> None:
-    results = run_ranks(2, train, window)
-    trained = sorted((one for batches in results for batch in batches for one in batch), key=lambda one: one[0])
-    expected = []
-    for step in range(4 if window == 1 else 2):
-        for rank in range(2):
-            batch = optional(rank, step)
-            expected += zip(batch["id"].tolist(), batch["coupon"], batch["tags"], strict=True)
-    assert trained == sorted(expected, key=lambda one: one[0])
+def test_lists_of_optional_values_travel_with_their_samples() -> None:
+    for window, results in zip((1, 2), run_in_turn(2, (train, 1), (train, 2)), strict=True):
+        trained = sorted((one for batches in results for batch in batches for one in batch), key=lambda one: one[0])
+        expected = []
+        for step in range(4 if window == 1 else 2):
+            for rank in range(2):
+                batch = optional(rank, step)
+                expected += zip(batch["id"].tolist(), batch["coupon"], batch["tags"], strict=True)
+        assert trained == sorted(expected, key=lambda one: one[0])
 
 
 def named(*numbers: int) -> dict[str, Any]:
@@ -72,12 +70,11 @@ def by_hand(rank: int) -> list[list[tuple[int, str]]]:
     return got
 
 
-@pytest.mark.parametrize(("job", "count"), [(train_empty, 5), (by_hand, 9)])
-def test_batches_without_samples_may_hold_lists(job: Any, count: int) -> None:
-    results = run_ranks(2, job)
-    trained = [one for batches in results for batch in batches for one in batch]
-    assert len(trained) == count
-    assert all(name == f"u{number}" for number, name in trained)
+def test_batches_without_samples_may_hold_lists() -> None:
+    for results, count in zip(run_in_turn(2, (train_empty,), (by_hand,)), (5, 9), strict=True):
+        trained = [one for batches in results for batch in batches for one in batch]
+        assert len(trained) == count
+        assert all(name == f"u{number}" for number, name in trained)
 
 
 def another_batch(rank: int) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.jobs import run_in_turn
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.options import BalanceOptions
 
@@ -71,16 +71,8 @@ def _ranks_that_say_other_things(rank: int) -> list[list[int]]:
     return epochs
 
 
-def test_ranks_whose_options_differ_take_those_of_rank_0() -> None:
-    for epoch in zip(*run_ranks(3, _ranks_that_say_other_things), strict=True):
-        expected = [
-            sample + 100 * rank + 10 * step for rank in range(3) for step in range(5 - rank) for sample in range(4)
-        ]
-        assert sorted(sample for rank in epoch for sample in rank) == sorted(expected)
-
-
 def _wrong_for_so_many_ranks(_: int) -> str:
-    with Balancer.embedded(options=BalanceOptions(speeds=[1.0, 2.0, 3.0])) as balancer:
+    with Balancer.embedded(options=BalanceOptions(speeds=[1.0, 2.0])) as balancer:
         try:
             list(BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch))
         except ValueError as error:
@@ -88,5 +80,11 @@ def _wrong_for_so_many_ranks(_: int) -> str:
     return ""
 
 
-def test_options_that_are_wrong_for_so_many_ranks_are_an_error_on_all_of_them() -> None:
-    assert run_ranks(2, _wrong_for_so_many_ranks) == ["speeds has 3 entries for 2 ranks; give one for each rank"] * 2
+def test_ranks_whose_options_differ_take_those_of_rank_0_which_may_be_wrong_for_so_many() -> None:
+    epochs, wrong = run_in_turn(3, (_ranks_that_say_other_things,), (_wrong_for_so_many_ranks,))
+    assert wrong == ["speeds has 2 entries for 3 ranks; give one for each rank"] * 3
+    for epoch in zip(*epochs, strict=True):
+        expected = [
+            sample + 100 * rank + 10 * step for rank in range(3) for step in range(5 - rank) for sample in range(4)
+        ]
+        assert sorted(sample for rank in epoch for sample in rank) == sorted(expected)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.proxy import TcpProxy
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import PeersDifferError, SchemaMismatchError
 from trainer_client.balancing.groups import read_membership
@@ -129,8 +129,8 @@ def mistaken(rank: int, what: str) -> None:
         batches[0]["id"] = batches[0]["id"] + 1
     if what == "lengths" and rank == 3:
         batches[1] = make_batch(7, 1, 4)
-    if what == "steps" and rank == 1:
-        del batches[2]
+    if what in ("steps", "first") and rank == 1:
+        del batches[0 if what == "first" else 2 :]
     if what == "schemas" and dp == 1:
         batches[1]["more"] = torch.zeros(4)
     peers = mesh["tp"]
@@ -142,20 +142,22 @@ def mistaken(rank: int, what: str) -> None:
         list(BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC))
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "words"),
-    [
-        ("values", PeersDifferError, "in round 0 rank 3 has other samples than rank 2"),
-        ("lengths", PeersDifferError, "in round 1 rank 3 has other samples than rank 2"),
-        ("steps", PeersDifferError, "in round 2 rank 1 has no batch where rank 0 has one"),
-        ("schemas", SchemaMismatchError, "more"),
-        ("grid", ValueError, "do not fit those of others"),
-    ],
-)
-def test_mistakes_are_the_same_error_on_all_ranks(what: str, error: type[Exception], words: str) -> None:
-    for raised in run_ranks(4, mistaken, what, check=False):
-        assert isinstance(raised, error)
-        assert words in str(raised)
+MISTAKES: dict[str, tuple[type[Exception], str]] = {
+    "values": (PeersDifferError, "in round 0 rank 3 has other samples than rank 2"),
+    "lengths": (PeersDifferError, "in round 1 rank 3 has other samples than rank 2"),
+    "steps": (PeersDifferError, "in round 2 rank 1 has no batch where rank 0 has one"),
+    "first": (PeersDifferError, "in round 0 rank 1 has no batch where rank 0 has one"),
+    "schemas": (SchemaMismatchError, "more"),
+    "grid": (ValueError, "do not fit those of others"),
+}
+
+
+def test_mistakes_are_the_same_error_on_all_ranks() -> None:
+    by_job = run_in_turn(4, *((mistaken, what) for what in MISTAKES), check=False)
+    for (error, words), each in zip(MISTAKES.values(), by_job, strict=True):
+        for raised in each:
+            assert isinstance(raised, error)
+            assert words in str(raised)
 
 
 def memberships(rank: int) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
+from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.resume import ResumeError
 from trainer_client.balancing.sampling import GlobalBatchSampler
@@ -129,10 +129,10 @@ def options(**changes: Any) -> BalanceOptions:
     return BalanceOptions(**{"timeout": timedelta(seconds=20), **changes})
 
 
-@pytest.mark.parametrize("way", LOADERS)
 @pytest.mark.parametrize("window", [1, 3])
-def test_what_comes_after_any_batch_is_what_would_have_come(way: str, window: int) -> None:
-    run_ranks(3, stop_everywhere, Job(steps=(7, 5, 8), options=options(window=window)), way)
+def test_what_comes_after_any_batch_is_what_would_have_come(window: int) -> None:
+    job = Job(steps=(7, 5, 8), options=options(window=window))
+    run_in_turn(3, *((stop_everywhere, job, way) for way in LOADERS))
 
 
 def test_it_is_the_same_with_a_service(balancer: ServiceProcess) -> None:
@@ -234,22 +234,28 @@ def refused(rank: int, job: Job, fault: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize(
-    ("fault", "window", "words"),
-    [
-        ("older", 1, "rank 0: 4 batches trained in this epoch.*rank 1: 3 batches trained"),
-        ("newer", 3, "rank 0: 4 batches trained in this epoch.*rank 1: 5 batches trained"),
-        ("epoch", 1, "rank 0: epoch 0; rank 1: epoch 1; load the states of one checkpoint"),
-        ("epoch", 3, "rank 0: epoch 0; rank 1: epoch 1; load the states of one checkpoint"),
-        ("over", 1, "rank 0: epoch 1; rank 1: epoch 0; load the states of one checkpoint"),
-        ("not over", 3, "rank 0: the epoch was over; rank 1: "),
-        ("missing", 1, "rank 0: 4 batches trained in this epoch.*rank 1: no state was loaded"),
-        ("data", 1, "rank 1 cannot go on.*batch 3 of the loader is not the one"),
-        ("data", 3, r"rank 1 cannot go on.*"),
-    ],
-)
-def test_all_ranks_hear_of_states_that_do_not_fit(fault: str, window: int, words: str) -> None:
-    told = run_ranks(2, refused, Job(steps=(6, 6), options=options(window=window)), fault)
+@pytest.fixture(scope="module")
+def refusals() -> dict[tuple[str, int], list[str]]:
+    jobs = [(refused, Job(steps=(6, 6), options=options(window=window)), fault) for fault, window, _ in FAULTS]
+    return {(fault, window): told for (fault, window, _), told in zip(FAULTS, run_in_turn(2, *jobs), strict=True)}
+
+
+FAULTS = [
+    ("older", 1, "rank 0: 4 batches trained in this epoch.*rank 1: 3 batches trained"),
+    ("newer", 3, "rank 0: 4 batches trained in this epoch.*rank 1: 5 batches trained"),
+    ("epoch", 1, "rank 0: epoch 0; rank 1: epoch 1; load the states of one checkpoint"),
+    ("epoch", 3, "rank 0: epoch 0; rank 1: epoch 1; load the states of one checkpoint"),
+    ("over", 1, "rank 0: epoch 1; rank 1: epoch 0; load the states of one checkpoint"),
+    ("not over", 3, "rank 0: the epoch was over; rank 1: "),
+    ("missing", 1, "rank 0: 4 batches trained in this epoch.*rank 1: no state was loaded"),
+    ("data", 1, "rank 1 cannot go on.*batch 3 of the loader is not the one"),
+    ("data", 3, r"rank 1 cannot go on.*"),
+]
+
+
+@pytest.mark.parametrize(("fault", "window", "words"), FAULTS)
+def test_all_ranks_hear_of_states_that_do_not_fit(refusals: Any, fault: str, window: int, words: str) -> None:
+    told = refusals[fault, window]
     assert told[0] == told[1]
     assert re.search(words, told[0]), told[0]
 
@@ -375,15 +381,15 @@ def go_on(
 
 
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_another_number_of_ranks_trains_each_sample_once(window: int, workers: int) -> None:
-    states: list[dict[str, Any]] | None = None
-    trained: list[int] = []
+def test_another_number_of_ranks_trains_each_sample_once(window: int) -> None:
+    states: dict[int, list[dict[str, Any]] | None] = {0: None, 2: None}  # by workers of the DataLoader
+    trained: dict[int, list[int]] = {0: [], 2: []}
     for world_size, stop in ((3, 2), (1, 3), (4, 1), (2, 100)) if window == 1 else ((3, 4), (1, 4), (2, 100)):
-        results = run_ranks(world_size, go_on, window, stop, states, workers)
-        trained += [sample for steps, _ in results for step in steps for sample in step]
-        states = [results[-1][1]]  # between two windows that of any rank will do
-    assert sorted(trained) == list(range(101))
+        by_job = run_in_turn(world_size, *((go_on, window, stop, states[workers], workers) for workers in states))
+        for workers, results in zip(trained, by_job, strict=True):
+            trained[workers] += [sample for steps, _ in results for step in steps for sample in step]
+            states[workers] = [results[-1][1]]  # between two windows that of any rank will do
+    assert sorted(trained[0]) == sorted(trained[2]) == list(range(101))
 
 
 class Dealt(Stateful):
@@ -414,13 +420,14 @@ def test_states_that_were_dealt_out_are_dealt_out_again_where_nothing_was_read_s
 def test_within_a_window_another_number_of_ranks_is_refused_or_trains_it_again(world_sizes: tuple[int, int]) -> None:
     before, after = world_sizes
     results = run_ranks(before, go_on, 4, 6, None)
-    for refused, steps in run_ranks(after, repeat, results[0][1]):
+    repeated = run_ranks(after, repeat, results[0][1])
+    for refused, steps in repeated:
         assert f"state['world_size'] is {before}, and this job has {after}; the state was taken within a" in refused
         assert "repeat_window=True" in refused
         whole = sorted(sample for rank_steps, _ in results for step in rank_steps[:4] for sample in step)
         assert len(whole) == 44
         assert not {sample for step in steps for sample in step} & set(whole)
-    again = [sample for _, steps in run_ranks(after, repeat, results[0][1]) for step in steps for sample in step]
+    again = [sample for _, steps in repeated for step in steps for sample in step]
     assert sorted(whole + again) == list(range(101))
 
 

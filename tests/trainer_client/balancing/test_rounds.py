@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import balancer_of, check_served, logged
+from tests.trainer_client.balancing.jobs import balancer_of, check_served, logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, RoundReport
 
 
@@ -38,19 +38,17 @@ def shapes(rank: int, address: str | None) -> list[tuple[list[int], tuple[int, .
     return steps
 
 
-@pytest.mark.parametrize("how", ["embedded", "service", "off"])
-def test_ranks_without_samples_follow_rounds_whose_rows_have_other_shapes(how: str, balancer: ServiceProcess) -> None:
-    address = {"service": balancer.address, "off": "off"}.get(how)
-    results = run_ranks(3, shapes, address)
-    assert {len(steps) for steps in results} == {10}
-    for index, step in enumerate(zip(*results, strict=True)):
-        number = index % 5
-        wanted = [
-            i for rank in range(3) if number < len(SIZES[rank])
-            for i in padded(rank, number, SIZES[rank][number])["id"].tolist()
-        ]  # fmt: skip
-        assert sorted(i for ids, _ in step for i in ids) == sorted(wanted)
-        assert [shape for _, shape in step] == [(len(ids), 3 + 2 * number) for ids, _ in step]
+def test_ranks_without_samples_follow_rounds_whose_rows_have_other_shapes(balancer: ServiceProcess) -> None:
+    for results in run_in_turn(3, *((shapes, address) for address in (None, balancer.address, "off"))):
+        assert {len(steps) for steps in results} == {10}
+        for index, step in enumerate(zip(*results, strict=True)):
+            number = index % 5
+            wanted = [
+                i for rank in range(3) if number < len(SIZES[rank])
+                for i in padded(rank, number, SIZES[rank][number])["id"].tolist()
+            ]  # fmt: skip
+            assert sorted(i for ids, _ in step for i in ids) == sorted(wanted)
+            assert [shape for _, shape in step] == [(len(ids), 3 + 2 * number) for ids, _ in step]
 
 
 def other_shapes_in_a_window(rank: int) -> None:
@@ -87,12 +85,13 @@ def other_fields_under_one_name(rank: int, name: str) -> list[Any]:
 
 
 def test_other_fields_under_one_name_are_refused_with_a_hint_at_names() -> None:
-    for first, error, again in run_ranks(2, other_fields_under_one_name, "train"):
+    one_name, two_names = run_in_turn(2, *((other_fields_under_one_name, name) for name in ("train", "eval")))
+    for first, error, again in one_name:
         assert first == again == 4
         assert "'train' began with batches of other fields" in error
         assert "this one has values: int64[], jagged by count" in error
         assert "different names (BalancedLoader(name=…))" in error
-    assert run_ranks(2, other_fields_under_one_name, "eval") == [[4, 3, 4]] * 2
+    assert two_names == [[4, 3, 4]] * 2
 
 
 LOADED = ((5, 3, 2, 0, 1, 4), (5, 1, 1, 2, 0), (6, 2, 0, 0, 1))
@@ -124,14 +123,26 @@ def total(step: int) -> list[int]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["embedded", "service", "off", "window"])
-def test_every_rank_gets_samples_while_there_are_as_many(how: str, balancer: ServiceProcess) -> None:
-    more: dict[str, Any] = {}
-    address = {"service": balancer.address, "off": "off"}.get(how)
-    if how == "window":
-        more = {"window": 2}
+WAYS = ("embedded", "service", "off", "window")
+
+
+@pytest.fixture(scope="module")
+def small(balancer: ServiceProcess) -> dict[tuple[str, int, bool], list[Any]]:
+    """What ranks got of `LOADED`, by the way of balancing, `min_samples` and `drop_last`."""
+    addresses = {"service": balancer.address, "off": "off"}
+    ways = [(how, least, False) for how in WAYS for least in (1, 2)]
+    ways += [(how, 1, True) for how in WAYS] + [("off", 0, False)]
+    jobs = [
+        (few, addresses.get(how), least, drop_last, {"window": 4 if drop_last else 2} if how == "window" else {})
+        for how, least, drop_last in ways
+    ]
+    return dict(zip(ways, run_in_turn(3, *jobs), strict=True))
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_every_rank_gets_samples_while_there_are_as_many(how: str, small: dict[Any, Any]) -> None:
     for least in (1, 2):
-        results = run_ranks(3, few, address, least, False, more)
+        results = small[how, least, False]
         for step in range(6):
             ids = [got[step] for got, _, _ in results]
             if how != "window":
@@ -141,16 +152,12 @@ def test_every_rank_gets_samples_while_there_are_as_many(how: str, balancer: Ser
         assert [dropped for _, dropped, _ in results] == [0, 0, 0]
         if how == "off":
             assert results[0][2] == {"identity", "spread", "end"}
-    if how == "off":
-        alone = run_ranks(3, few, address, 0, False, more)
-        assert any(not ids for got, _, _ in alone for ids in got[:3])  # it is the option that does it
+    assert any(not ids for got, _, _ in small["off", 0, False] for ids in got[:3])  # it is the option that does it
 
 
-@pytest.mark.parametrize("how", ["embedded", "service", "off", "window"])
-def test_drop_last_drops_batches_with_fewer_samples_than_ranks(how: str, balancer: ServiceProcess) -> None:
-    address = {"service": balancer.address, "off": "off"}.get(how)
-    more = {"window": 4} if how == "window" else {}
-    results = run_ranks(3, few, address, 1, True, more)
+@pytest.mark.parametrize("how", WAYS)
+def test_drop_last_drops_batches_with_fewer_samples_than_ranks(how: str, small: dict[Any, Any]) -> None:
+    results = small[how, 1, True]
     kept = [0, 1, 2]  # the fourth and fifth are too small; the sixth has enough, but two ranks' data has ended by then
     if how == "window":
         trained = sorted(i for got, _, _ in results for ids in got for i in ids)
@@ -234,13 +241,14 @@ def nearly_even(rank: int, address: str | None, tolerance: float) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("how", ["embedded", "service"])
-def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(how: str, balancer: ServiceProcess) -> None:
-    address = balancer.address if how == "service" else None
-    assert run_ranks(2, nearly_even, address, 1e-3) == [[0, 1, 2], [10, 11, 12]]
-    exact = run_ranks(2, nearly_even, address, 0.0)
+def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(balancer: ServiceProcess) -> None:
+    addresses = (None, balancer.address)
+    *near, exact, served = run_in_turn(
+        2, *((nearly_even, to, tolerance) for tolerance in (1e-3, 0) for to in addresses)
+    )
+    assert near == [[[0, 1, 2], [10, 11, 12]]] * 2
     costs = {10 * rank + index: cost for rank, each in enumerate(NEAR) for index, cost in enumerate(each)}
-    assert {sum(costs[sample] for sample in ids) for ids in exact} == {1004}
+    assert {sum(costs[sample] for sample in ids) for ids in exact + served} == {1004}
 
 
 def unplanned(rank: int, batches: int, invalid: int = -1) -> tuple[list[str], list[RoundReport]]:

@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.speeds import ALL_EQUAL
-from tests.trainer_client.balancing.jobs import balancer_of, logged
+from tests.trainer_client.balancing.jobs import balancer_of, logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.balancing.contribution import Measure
 from trainer_client.balancing.reading import Measured
@@ -104,10 +104,23 @@ def check_alike(results: list[list[dict[str, Any]]], mode: str) -> None:
         assert ids == [1_000_000 * rank + 1000 * number + i for rank in range(len(step)) for i in range(SIZE)]
 
 
+LIES = (-1.0, 1.0, 1e-11)
+
+
+@pytest.fixture(scope="module")
+def of_three(balancer: ServiceProcess) -> dict[Any, Any]:
+    """Jobs of three ranks, by where they are planned, or by what the second says of itself."""
+    addresses = {"embedded": None, "service": balancer.address}
+    jobs: dict[Any, Job] = {
+        mode: Job(address=address, name=f"slow-{mode}", slow=(1e-6, 1e-6, 2e-6)) for mode, address in addresses.items()
+    }
+    jobs |= {said: Job(address=None, name="lies", slow=(1e-6, said, 1e-6), steps=30) for said in LIES}
+    return dict(zip(jobs, run_in_turn(3, *((run_job, job) for job in jobs.values())), strict=True))
+
+
 @pytest.mark.parametrize("mode", ["embedded", "service"])
-def test_a_slow_rank_gets_less_to_do(balancer: ServiceProcess, mode: str) -> None:
-    address = balancer.address if mode == "service" else None
-    results = run_ranks(3, run_job, Job(address=address, name=f"slow-{mode}", slow=(1e-6, 1e-6, 2e-6)))
+def test_a_slow_rank_gets_less_to_do(of_three: dict[Any, Any], mode: str) -> None:
+    results = of_three[mode]
     check_alike(results, mode)
     assert results[0][-1]["stragglers"] == [(2, 0.5)]
     (line,), *others = (result[-1]["said"] for result in results)  # the lead says who it is
@@ -133,9 +146,11 @@ def test_what_a_timer_measures_of_real_steps_is_learned() -> None:
     assert shares(results, 1)[-1] < 0.9
 
 
-@pytest.mark.parametrize("said", [-1.0, 1.0, 1e-11])
-def test_a_rank_that_lies_gets_no_less_than_the_bound_and_others_no_less_than_that(said: float) -> None:
-    results = run_ranks(3, run_job, Job(address=None, name="lies", slow=(1e-6, said, 1e-6), steps=30))
+@pytest.mark.parametrize("said", LIES)
+def test_a_rank_that_lies_gets_no_less_than_the_bound_and_others_no_less_than_that(
+    of_three: dict[Any, Any], said: float
+) -> None:
+    results = of_three[said]
     check_alike(results, "embedded")
     learned = results[0][-1]["stragglers"]
     assert learned == ([(1, 0.3)] if said == 1.0 else [])
@@ -149,19 +164,17 @@ def test_without_times_or_with_learning_off_nothing_changes(balancer: ServicePro
         Job(address=None, name="off", steps=30, options=off),
         Job(address=balancer.address, name="off-served", steps=30, options=off),
     ]
-    never, embedded, served = (run_ranks(2, run_job, job) for job in ways)
+    options = BalanceOptions(timeout=timedelta(seconds=20), counts="free", speeds=[1.0, 0.5])
+    ways.append(Job(address=None, name="given", steps=40, options=options))
+    never, embedded, served, given = run_in_turn(2, *((run_job, job) for job in ways))
     for rank in range(2):
         ids = [[record["ids"] for record in result[rank]] for result in (never, embedded, served)]
         assert ids[0] == ids[1] == ids[2]
         assert all(record["learned"] == ALL_EQUAL for record in embedded[rank])
         assert {record["mode"] for record in served[rank]} == {"service"}
-
-
-def test_what_users_say_of_speeds_is_not_learned_again() -> None:
-    options = BalanceOptions(timeout=timedelta(seconds=20), counts="free", speeds=[1.0, 0.5])
-    results = run_ranks(2, run_job, Job(address=None, name="given", steps=40, options=options))
-    assert not any(record["learned"] for record in results[0])
-    assert np.allclose(shares(results, 1), 2 / 3, atol=0.03)
+    # what users say of speeds is not learned again
+    assert not any(record["learned"] for record in given[0])
+    assert np.allclose(shares(given, 1), 2 / 3, atol=0.03)
 
 
 def test_a_measure_is_sent_once_and_is_the_mean_of_several_without_those_that_tell_nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import balancer_of
+from tests.trainer_client.balancing.jobs import balancer_of, logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
 from trainer_client.balancing.pipelines import BalancedBatch, PipelineSteps, make_pipeline
 
@@ -84,9 +83,16 @@ def train(rank: int, job: Splits) -> list[dict[str, Any]]:
     return records
 
 
-def run(job: Splits) -> list[list[dict[str, Any]]]:
-    """Runs a job, and checks that every value arrived once, and that pieces are where they say."""
-    results = run_ranks(job.ranks, train, job)
+def run(*jobs: Splits) -> list[list[list[dict[str, Any]]]]:
+    """Runs jobs of as many ranks, and checks what came of each; the records by job, rank and step."""
+    by_job = run_in_turn(jobs[0].ranks, *((train, job) for job in jobs))
+    for job, results in zip(jobs, by_job, strict=True):
+        check(job, results)
+    return by_job
+
+
+def check(job: Splits, results: list[list[dict[str, Any]]]) -> None:
+    """Checks that every value arrived once, and that pieces are where they say."""
     assert {len(records) for records in results} == {job.steps}
     window = job.options.window
     for first in range(0, job.steps, window):
@@ -126,14 +132,12 @@ def run(job: Splits) -> list[list[dict[str, Any]]]:
                 if (rank, place) not in in_pieces and len(row) > 1:
                     assert row == list(range(row[0], row[0] + len(row)))
         assert sum(record["own"] for record in records) == records[0]["samples"] + records[0]["pieces"] - len(splits)
-    return results
 
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_the_service_and_the_ranks_alone_split_the_same_samples(balancer: ServiceProcess, window: int) -> None:
     job = Splits(f"splits-{window}", balancer.address, options=options(window=window))
-    served = run(job)
-    embedded = run(replace(job, address=None))
+    served, embedded = run(job, replace(job, address=None))
     assert {record["mode"] for record in served[0]} == {"service"}
     assert {record["mode"] for record in embedded[0]} == {"embedded"}
     for rank in range(job.ranks):
@@ -150,8 +154,8 @@ def test_the_service_and_the_ranks_alone_split_the_same_samples(balancer: Servic
 def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained(balancer: ServiceProcess) -> None:
     caps = options(memory_caps=[5000.0] * 2, split=SplitOptions(above=100.0, fixed=1e9), counts="free")
     embedded = Splits("caps", None, ranks=2, steps=2, tokens=True, options=caps)
-    for job in (embedded, replace(embedded, address=balancer.address)):
-        results = run(job)
+    jobs = (embedded, replace(embedded, address=balancer.address))
+    for job, results in zip(jobs, run(*jobs), strict=True):
         assert [record["split"] for record in results[0]] == [1, 0]
         assert {record["mode"] for record in results[0]} == {"embedded" if job.address is None else "service"}
         assert results[0][0]["whole"] == 0
@@ -159,18 +163,15 @@ def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained(balancer: S
 
 def _said(rank: int, job: Splits) -> tuple[list[dict[str, Any]], str]:
     """What a rank gets, and what it logs meanwhile."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_client").addHandler(handler)
+    said = logged()
     return train(rank, job), "\n".join(said)
 
 
 def test_where_parts_do_not_fit_either_the_batch_stays_and_that_is_said(balancer: ServiceProcess) -> None:
     caps = options(memory_caps=[3753.0] * 2, counts="free")
     embedded = Splits("no caps", None, ranks=2, steps=1, tokens=True, options=caps)
-    for job in (embedded, replace(embedded, address=balancer.address)):
-        records, said = run_ranks(2, _said, job)[0]
+    jobs = (embedded, replace(embedded, address=balancer.address))
+    for (records, said), _ in run_in_turn(2, *((_said, job) for job in jobs)):
         assert [(record["mode"], record["split"]) for record in records] == [("identity", 0)]
         assert "with samples split over ranks no assignment was found either" in said
 
@@ -198,7 +199,8 @@ def _stopped(rank: int, job: Splits) -> list[tuple[list[int], list[list[int]], i
 
 def test_a_window_that_a_state_goes_on_with_keeps_its_batches_and_splits_them() -> None:
     job = Splits("stopped", None, every=1, options=options(window=4))
-    whole, stopped = run(job), run_ranks(job.ranks, _stopped, job)
+    whole, stopped = run_in_turn(job.ranks, (train, job), (_stopped, job))
+    check(job, whole)
     assert sum(record["split"] for record in whole[0][1:]) > 0
     for step in range(job.steps):
         loaded = sorted(sample for result in whole for row in result[step]["rows"] for sample in row)
@@ -207,21 +209,9 @@ def test_a_window_that_a_state_goes_on_with_keeps_its_batches_and_splits_them() 
         assert {result[step][2] for result in stopped} == {whole[0][step]["split"]}
 
 
-class _Said(logging.Handler):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]]:
     """Loops that ask for splits and that do not; what was said, scales of loops by hand, and loads that they timed."""
-    job, said = Splits("asked", None, ranks=2), _Said()
-    logging.getLogger("trainer_client").addHandler(said)
+    job, said = Splits("asked", None, ranks=2), logged()
     batches = [job.batch(rank, step) for step in range(job.steps)]
     scales, loads = [], []
     with Balancer.embedded(options=job.options) as balancer:
@@ -243,7 +233,7 @@ def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]
             assert balancer.redistribute(None, ticket, loader=name) is None
             with pytest.raises(RuntimeError, match="no report"):
                 _ = ticket.report
-    return [line for line in said.lines if "splits" in line], scales, loads
+    return [line for line in said if "splits" in line], scales, loads
 
 
 def test_a_loop_that_does_not_look_at_splits_is_warned_once_and_a_ticket_tells_what_a_loader_does() -> None:
@@ -266,8 +256,7 @@ class _Model(torch.nn.Module):
 
 def _pipelines(rank: int) -> tuple[list[str], list[int]]:
     """Pipelines whose model asks for splits, or does not, or is left before it has trained them; what was said."""
-    job, said, found = Splits("pipelines", None, ranks=2), _Said(), []
-    logging.getLogger("trainer_client").addHandler(said)
+    job, said, found = Splits("pipelines", None, ranks=2), logged(), []
     batches = [job.batch(rank, step) for step in range(job.steps)]
     with Balancer.embedded(options=job.options) as balancer:
         for name in ("asks", "leaves", "ignores"):
@@ -280,7 +269,7 @@ def _pipelines(rank: int) -> tuple[list[str], list[int]]:
                 found[-1] += splits
                 if name == "leaves" and number == 1:  # the next batch, which it holds already, has split samples
                     break
-    return [line for line in said.lines if "splits" in line], found
+    return [line for line in said if "splits" in line], found
 
 
 def test_a_pipeline_that_does_not_look_at_splits_is_warned_once() -> None:
@@ -305,16 +294,10 @@ def _without(rank: int, what: str) -> str:
     return f"{taken} steps"
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [("cost", "does not say what positions cost"), ("sequence", "no field is declared as the sequence")],
-)
-def test_what_splitting_needs_is_asked_for(what: str, said: str) -> None:
-    assert all(said in error for error in run_ranks(2, _without, what))
-
-
-def test_fields_of_the_sequence_have_as_many_items() -> None:
-    wrong, right = run_ranks(2, _without, "lengths")
+def test_what_splitting_needs_is_asked_for_and_fields_of_the_sequence_have_as_many_items() -> None:
+    cost, sequence, (wrong, right) = run_in_turn(2, *((_without, what) for what in ("cost", "sequence", "lengths")))
+    assert all("does not say what positions cost" in error for error in cost)
+    assert all("no field is declared as the sequence" in error for error in sequence)
     tags, count = (Splits("", None).batch(0, 0)[name].tolist() for name in ("num_tags", "count"))
     assert f"sample 0 has {count[0]} items in 'items' and {tags[0]} in 'tags', both of which sequence declares" in wrong
     assert right == "0 steps"  # the loops of all ranks end there

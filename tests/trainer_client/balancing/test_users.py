@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import balancer_of, check_served
+from tests.trainer_client.balancing.jobs import balancer_of, check_served, run_in_turn
 from trainer_client import BalancedLoader
 from trainer_client.balancing.reading import read_users
 
@@ -57,9 +56,9 @@ def users_on_ranks(results: list[Trained]) -> int:
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_samples_of_a_user_come_to_one_rank(balancer: ServiceProcess, window: int) -> None:
-    embedded, served = (run_ranks(RANKS, _train, address, True, window) for address in (None, balancer.address))
+    ways = ((None, True), (balancer.address, True), (None, False))
+    embedded, served, without = run_in_turn(RANKS, *((_train, address, named, window) for address, named in ways))
     assert embedded == served
-    without = run_ranks(RANKS, _train, None, False, window)
     everything = sorted(one for rank in range(RANKS) for batch in batches(rank) for one in batch["id"].tolist())
     assert sorted(one for trained in embedded for ids, _, _ in trained for one in ids) == everything
     for (_, _, imbalance), (_, _, before) in zip(embedded[0], without[0], strict=True):
@@ -81,16 +80,14 @@ def _fail(rank: int, kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("some", "users is given on rank 1 and not on rank 0; give it to the loaders of all ranks or of none"),
-        ("floats", "users returned float64 values; return whole numbers"),
-        ("few", r"users returned shape (3,) for 32 samples"),
-    ],
-)
-def test_users_that_cannot_be_used_are_an_error_on_all_ranks(kind: str, text: str) -> None:
-    assert all(text in error for error in run_ranks(2, _fail, kind))
+def test_users_that_cannot_be_used_are_an_error_on_all_ranks() -> None:
+    said = {
+        "some": "users is given on rank 1 and not on rank 0; give it to the loaders of all ranks or of none",
+        "floats": "users returned float64 values; return whole numbers",
+        "few": r"users returned shape (3,) for 32 samples",
+    }
+    for text, errors in zip(said.values(), run_in_turn(2, *((_fail, kind) for kind in said)), strict=True):
+        assert all(text in error for error in errors)
 
 
 def test_one_rank_and_functions_that_are_none() -> None:

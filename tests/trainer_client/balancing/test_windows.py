@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, Job, make_batch, run_job
+from tests.trainer_client.balancing.jobs import SPEC, Job, make_batch, run_in_turn, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 WINDOW = 3
@@ -21,9 +21,20 @@ def options(**changes: Any) -> BalanceOptions:
     return BalanceOptions(**{"timeout": timedelta(seconds=10), "window": WINDOW, **changes})
 
 
-def run(job: Job) -> list[list[dict[str, Any]]]:
-    """Runs a job and checks that every sample of a window was trained once in it, in batches of the sizes loaded."""
-    results = run_ranks(len(job.steps), run_job, job)
+Records = list[list[dict[str, Any]]]
+"""By rank and step."""
+
+
+def run(*jobs: Job) -> list[Records]:
+    """Runs jobs of as many ranks, and checks what came of each."""
+    by_job = run_in_turn(len(jobs[0].steps), *((run_job, job) for job in jobs))
+    for job, results in zip(jobs, by_job, strict=True):
+        check(job, results)
+    return by_job
+
+
+def check(job: Job, results: Records) -> None:
+    """Checks that every sample of a window was trained once in it, in batches of the sizes loaded."""
     assert {len(records) for records in results} == {max(job.steps)}
     for first in range(0, max(job.steps), WINDOW):
         last = min(first + WINDOW, max(job.steps))
@@ -42,46 +53,48 @@ def run(job: Job) -> list[list[dict[str, Any]]]:
                 assert record["loss_scale"] == (len(job.steps) / len(ids) if ids else 0.0)
                 assert record["round"] == first // WINDOW
         assert sorted(trained) == sorted(expected)
-    return results
 
 
-def total(results: list[list[dict[str, Any]]]) -> float:
+def total(results: Records) -> float:
     """Sum over the steps of the largest load: what the job's time is proportional to."""
     return sum(max(record["load"] for record in step) for step in zip(*results, strict=True))
 
 
 def test_samples_meet_within_their_window_only(balancer: ServiceProcess) -> None:
     job = Job(steps=(7, 7, 7), batch_size=3, address=balancer.address, name="window-service", options=options())
-    served = run(job)
+    without = replace(job, address=None, options=options(window=1))
+    served, embedded, alone = run_in_turn(3, *((run_job, each) for each in (job, replace(job, address=None), without)))
+    check(job, served)
+    check(job, embedded)
     assert {record["mode"] for record in served[0]} == {"service"}
-    embedded = run(replace(job, address=None))
     assert {record["mode"] for record in embedded[0]} == {"embedded"}
     for rank in range(3):
         assert [record["ids"] for record in served[rank]] == [record["ids"] for record in embedded[rank]]
         assert [record["imbalance"] for record in served[rank]] == [record["imbalance"] for record in embedded[rank]]
-    alone = run_ranks(3, run_job, replace(job, address=None, options=options(window=1)))
     assert total(served) < 0.9 * total(alone)  # small batches of data with heavy tails
     steps = [record["ids"] for record in served[0]]
     assert any(sample // 1000 % 1000 != index for index, ids in enumerate(steps) for sample in ids)
 
 
 def test_ranks_that_run_out_take_part_in_the_last_windows() -> None:
-    results = run(Job(steps=(1, 5, 8), options=options(depth=1)))
+    (results,) = run(Job(steps=(1, 5, 8), options=options(depth=1)))
     assert any(record["ids"] for record in results[0][1:])
-    run(Job(steps=(0, 2), options=options(depth=3)))
 
 
-def test_off_and_one_rank_leave_every_sample_in_its_batch() -> None:
-    results = run(Job(steps=(4, 2), address="off", options=options()))
-    for rank, records in enumerate(results):
+def test_windows_of_two_ranks_and_of_one() -> None:
+    gone = options(timeout=timedelta(seconds=1))
+    _, off, capped, alone = run(
+        Job(steps=(0, 2), options=options(depth=3)),
+        Job(steps=(4, 2), address="off", options=options()),
+        Job(steps=(4, 4), options=options(memory_caps=[1.0, 1.0])),
+        Job(steps=(6, 6), address="127.0.0.1:9", name="gone", options=gone),
+    )
+    for rank, records in enumerate(off):  # every sample stays in its batch
         for step, record in enumerate(records):
             assert record["ids"] == (make_batch(rank, step, len(record["ids"]))["id"].tolist() if record["ids"] else [])
+    assert {(record["mode"], record["reason"]) for record in capped[0]} == {("identity", "partition_failed")}
+    assert {record["mode"] for record in alone[0]} == {"embedded"}
     run(Job(steps=(5,), options=options()))
-
-
-def test_memory_caps_that_no_plan_keeps_leave_all_batches_as_loaded() -> None:
-    results = run(Job(steps=(4, 4), options=options(memory_caps=[1.0, 1.0])))
-    assert {(record["mode"], record["reason"]) for record in results[0]} == {("identity", "partition_failed")}
 
 
 def _costs_fail_in_one_batch(rank: int) -> list[tuple[str, str, list[int]]]:
@@ -100,12 +113,6 @@ def test_invalid_costs_of_one_batch_leave_its_whole_window_at_home() -> None:
         assert [mode for mode, _, _ in steps] == ["embedded"] * 3 + ["identity"] * 3
         assert [ids[0] for _, _, ids in steps[3:]] == [3000 + 1_000_000 * rank + 1000 * i for i in range(3)]
         assert steps[4][1] == "invalid_costs"
-
-
-def test_a_service_that_is_gone_is_replaced_within_the_same_windows(balancer: ServiceProcess) -> None:
-    _ = balancer
-    results = run(Job(steps=(6, 6), address="127.0.0.1:9", name="gone", options=options(timeout=timedelta(seconds=1))))
-    assert {record["mode"] for record in results[0]} == {"embedded"}
 
 
 def _submits_by_hand(rank: int) -> list[list[int]]:
