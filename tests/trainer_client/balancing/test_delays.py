@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
-from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.delays import Cause
-from tests.trainer_client.balancing.jobs import logged
+from tests.trainer_client.balancing.jobs import logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.report import RoundReport
 from trainer_client.observing.measurement import StepTimer
@@ -134,9 +133,18 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("slow_in", ["compute", "loading", "network", "loop"])
-def test_a_rank_that_is_slow_has_a_name_and_a_kind(served: Served, slow_in: str) -> None:
-    results = run_ranks(RANKS, run_job, served.balancer.address, served.url, slow_in)
+WAYS = ("compute", "loading", "loop", "network")  # the last, as the link stays slow
+
+
+@pytest.fixture(scope="module")
+def jobs(served: Served) -> dict[str, Any]:
+    by_way = run_in_turn(RANKS, *((run_job, served.balancer.address, served.url, slow_in) for slow_in in WAYS))
+    return dict(zip(WAYS, by_way, strict=True))
+
+
+@pytest.mark.parametrize("slow_in", WAYS)
+def test_a_rank_that_is_slow_has_a_name_and_a_kind(jobs: dict[str, Any], slow_in: str) -> None:
+    results = jobs[slow_in]
     # Of the others nothing is asserted: on a busy machine they may be slow, too.
     first, is_late = results[0], slow_in != "compute"
     assert len({result["learned"] for result in results}) == 1

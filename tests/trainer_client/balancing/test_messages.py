@@ -151,24 +151,6 @@ def test_a_pass_ends_with_all_data_or_with_the_first_rank_that_leaves() -> None:
     assert "rank 1 redistributes a batch out of turn" in str(decide(Contributions.of([one(), disorder]), rules).error)
 
 
-def test_costs_that_cannot_be_used_leave_the_round_unbalanced_and_name_the_rank() -> None:
-    bad = one(invalid=True, extras=Extras(problem="cost of sample 0 is nan"))
-    decision = decide(Contributions.of([one(), bad]), Rules(name="train"))
-    assert (decision.mode, decision.reason, decision.ranks) == (Mode.IDENTITY, Reason.INVALID_COSTS, (1,))
-    assert "nan" in decision.problem
-    off = decide(Contributions.of([one(), one()]), Rules(name="train", balance=False))
-    assert off.mode is Mode.IDENTITY
-
-
-def test_schemas_and_shared_values_that_differ_are_the_same_error_for_all() -> None:
-    lines = {1: ("id int64",), 2: ("id int32",)}
-    rules = Rules(name="train", schema_lines=lambda number: lines[number])
-    error = decide(Contributions.of([one(), NOTHING_LEFT, one(schema=2)]), rules).error
-    assert "rank 0 has id int64, rank 2 has id int32" in str(error)
-    shared = [one(shared=5 + rank, extras=Extras(shared=(("scale", str(rank)),))) for rank in range(2)]
-    assert "'scale' is 0 on rank 0, 1 on rank 1" in str(decide(Contributions.of(shared), rules).error)
-
-
 @pytest.mark.parametrize(
     ("what", "words"), [("state", "has another batch"), ("count", "has 2 samples"), ("copy", "has other samples")]
 )
