@@ -18,7 +18,16 @@ from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.crew import Crew
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.steps import Steps
-from tests.trainer_client.balancing.jobs import SPEC, Job, check_complete, connect, cost_of, make_batch, run_job
+from tests.trainer_client.balancing.jobs import (
+    SPEC,
+    Job,
+    JobData,
+    check_complete,
+    connect,
+    cost_of,
+    make_batch,
+    run_job,
+)
 from trainer_client import BalancedLoader, BalanceOptions
 
 
@@ -40,21 +49,13 @@ def crash(rank: int, job: Job, how: str, victim: int = 1) -> Any:
     batches = 0
     try:
         with job.balancer() as balancer:
-            for _ in BalancedLoader(_Batches(job, rank), balancer, cost=cost_of, spec=SPEC):
+            for _ in BalancedLoader(JobData(job, rank), balancer, cost=cost_of, spec=SPEC):
                 batches += 1
                 if batches == 3 and rank == victim:
                     os._exit(3) if how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
     except RuntimeError as error:
         return batches, str(error), [thread.name for thread in threading.enumerate() if "evenkeel" in thread.name]
     return batches, "ended as if nothing had happened", []
-
-
-class _Batches:
-    def __init__(self, job: Job, rank: int) -> None:
-        self._job, self._rank = job, rank
-
-    def __iter__(self) -> Any:
-        return self._job.batches(self._rank)
 
 
 @pytest.mark.parametrize(("where", "how"), [("service", "killed"), ("embedded", "exits")])
@@ -74,7 +75,7 @@ def incarnation(rank: int, job: Job, restart: int, crashes: bool) -> Any:
     records = run_job(rank, replace(job, epochs=1)) if not crashes else None
     if crashes:
         balancer = job.balancer()
-        for number, _ in enumerate(BalancedLoader(_Batches(job, rank), balancer, cost=cost_of, spec=SPEC)):
+        for number, _ in enumerate(BalancedLoader(JobData(job, rank), balancer, cost=cost_of, spec=SPEC)):
             if number == 2:
                 dist.barrier()
                 os._exit(1)  # without a word to the service

@@ -126,7 +126,7 @@ def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
     """Iterates the job's data and records every step."""
     records: list[dict[str, Any]] = []
     with job.balancer() as balancer:
-        loader = BalancedLoader(_Source(job, rank), balancer, cost=cost_of, spec=SPEC)
+        loader = BalancedLoader(JobData(job, rank), balancer, cost=cost_of, spec=SPEC)
         for epoch in range(job.epochs):
             for batch in loader:
                 assert batch["values"].tolist() == batch["id"].repeat_interleave(batch["count"]).tolist()
@@ -159,7 +159,9 @@ def failing(batches: list[Any], after: int) -> Iterator[Any]:
 
 
 @dataclass(slots=True)
-class _Source:
+class JobData:
+    """A rank's batches of a job, which can be iterated again."""
+
     job: Job
     rank: int
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.relay import Ask, Refused, Relay
-from tests.trainer_client.balancing.jobs import SPEC, Job, _Source, cost_of, run_in_turn
+from tests.trainer_client.balancing.jobs import SPEC, Job, JobData, cost_of, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions
 
 WIDTH = 6
@@ -43,7 +43,7 @@ def gradients(rank: int, job: Job) -> list[dict[str, Any]]:
     steps = []
     point = weights()
     with job.balancer() as balancer:
-        loader = BalancedLoader(_Source(job, rank), balancer, cost=cost_of, spec=SPEC)
+        loader = BalancedLoader(JobData(job, rank), balancer, cost=cost_of, spec=SPEC)
         for batch in loader:
             values = losses(point, batch)
             summed = values.sum() * loader.loss_scale

@@ -16,25 +16,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, run_in_turn
+from tests.trainer_client.balancing.jobs import SPEC, Job, JobData, cost_of, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.resume import ResumeError
 from trainer_client.balancing.sampling import GlobalBatchSampler
 
 
 @dataclass(slots=True)
-class Counting:
-    """A loader that can only be read from its beginning."""
-
-    job: Job
-    rank: int
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return self.job.batches(self.rank)
-
-
-@dataclass(slots=True)
-class Stateful(Counting):
+class Stateful(JobData):
     """A loader with a state of its own, which it goes on changing, as torchdata's."""
 
     read: int = 0
@@ -81,7 +70,7 @@ def sampled(job: Job, rank: int) -> DataLoader[Any]:
     return DataLoader(Numbers(), batch_sampler=sampler, collate_fn=gather)
 
 
-LOADERS: dict[str, Any] = {"skip": Counting, "loader": Stateful, "sampler": sampled}
+LOADERS: dict[str, Any] = {"skip": JobData, "loader": Stateful, "sampler": sampled}
 
 
 def trained(batch: dict[str, torch.Tensor], loader: BalancedLoader[Any]) -> tuple[list[int], float, float]:
@@ -207,7 +196,7 @@ def refused(rank: int, job: Job, fault: str) -> str:
     with job.balancer() as balancer:
 
         def make(**changes: Any) -> BalancedLoader[Any]:
-            return BalancedLoader(Counting(replace(job, **changes), rank), balancer, cost=cost_of, spec=SPEC)
+            return BalancedLoader(JobData(replace(job, **changes), rank), balancer, cost=cost_of, spec=SPEC)
 
         loader = make()
         states: dict[tuple[int, int], dict[str, Any]] = {}
@@ -262,7 +251,7 @@ def test_all_ranks_hear_of_states_that_do_not_fit(refusals: Any, fault: str, win
 
 def alone(window: int = 1, **changes: Any) -> BalancedLoader[Any]:
     job = Job(steps=(6,), options=options(window=window))
-    return BalancedLoader(Counting(job, 0), Balancer.embedded(options=job.options), cost=cost_of, spec=SPEC, **changes)
+    return BalancedLoader(JobData(job, 0), Balancer.embedded(options=job.options), cost=cost_of, spec=SPEC, **changes)
 
 
 def state_after(batches: int, *, window: int = 1) -> dict[str, Any]:
@@ -326,7 +315,7 @@ def test_another_way_to_find_the_place_is_refused() -> None:
 def test_a_shorter_loader_is_refused_and_a_random_order_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     state = state_after(5)
     job = Job(steps=(3,))
-    loader: BalancedLoader[Any] = BalancedLoader(Counting(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+    loader: BalancedLoader[Any] = BalancedLoader(JobData(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
     loader.load_state_dict(state)
     with pytest.raises(ResumeError, match="the loader ended after 3 batches, and the state was taken after 5"):
         list(loader)
