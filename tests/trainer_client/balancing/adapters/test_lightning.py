@@ -137,15 +137,15 @@ def in_lightning(_: int, folder: str, length: int | None) -> dict[str, Found]:
         name = {"dirpath": f"{folder}/{when}", "filename": "{step:02}"}
         every = {"save_top_k": -1, **name}
         falls_at = 7 if when == "exception" else 0
-        saving = {
+        saving: dict[str, Any] = {
             "step": lambda every=every: ModelCheckpoint(every_n_train_steps=1, **every),
             "epoch": lambda every=every: ModelCheckpoint(save_on_train_epoch_end=True, **every),
             "validation": lambda every=every: ModelCheckpoint(save_on_train_epoch_end=False, **every),
             "exception": lambda name=name: OnExceptionCheckpoint(name["dirpath"], "step=06"),
-        }[when]
+        }
         seen.clear()
         try:
-            fit([saving()])
+            fit([saving[when]()])
         except FallenError:
             assert falls_at
         falls_at, found[when] = 0, []
