@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.compile import Preparation
-from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, logged, make_batch, run_in_turn
+from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, logged, make_batch
 from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.balancing import kernels
 
@@ -46,9 +47,8 @@ def _run(rank: int, late: int, caps: list[float] | None) -> tuple[list[tuple[str
     return records, told
 
 
-def test_until_the_lead_has_its_kernels_it_plans_by_a_plain_heuristic_but_waits_where_there_are_caps() -> None:
-    results: list[Any]
-    results, others, capped = run_in_turn(2, (_run, 0, None), (_run, 1, None), (_run, 0, [1e12, 1e12]))
+def test_until_the_lead_has_its_kernels_it_plans_by_a_plain_heuristic() -> None:
+    results: list[Any] = run_ranks(2, _run, 0, None)
     for records, _ in results:
         reasons = [reason for _, reason, _ in records]
         first = reasons.index("no_service")
@@ -62,9 +62,15 @@ def test_until_the_lead_has_its_kernels_it_plans_by_a_plain_heuristic_but_waits_
     assert "`evenkeel warm-up`" in told[0]
     assert "ready" in told[1]
     assert not any("kernels" in line for line in results[1][1])
-    for records, _ in others:  # other ranks need none
+
+
+def test_other_ranks_need_none() -> None:
+    for records, _ in run_ranks(2, _run, 1, None):
         assert {reason for _, reason, _ in records} == {"no_service"}
-    for records, told in capped:  # as loaded, the first batch might not fit
+
+
+def test_with_memory_caps_the_first_batch_waits_since_as_loaded_it_might_not_fit() -> None:
+    for records, told in run_ranks(2, _run, 0, [1e12, 1e12]):
         assert {(mode, reason) for mode, reason, _ in records} == {("embedded", "no_service")}
         assert len(records) == STEPS
         assert all("compiling" in line for line in told if "kernels" in line)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import run_in_turn
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.adapters.job_state import JobState
 from trainer_client.balancing.adapters.lightning import LightningLoader
@@ -81,12 +80,8 @@ class FallenError(RuntimeError):
     """Raised in a training step."""
 
 
-Found = list[tuple[str, bool, bool]]
-"""Each checkpoint of a run: whether training goes on from it with the same samples, and with the same counts."""
-
-
-def in_lightning(_: int, folder: str, length: int | None) -> dict[str, Found]:
-    """Runs that write checkpoints at different moments, and runs that go on from these."""
+def in_lightning(_: int, folder: str, length: int | None, when: str) -> list[tuple[str, bool, bool]]:
+    """Each checkpoint of a run: whether training goes on from it with the same samples, and with the same counts."""
     from lightning import pytorch
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
@@ -132,44 +127,41 @@ def in_lightning(_: int, folder: str, length: int | None) -> dict[str, Found]:
     assert len(whole) == EPOCHS * STEPS
     assert all(sorted(sample for _, _, ids in whole[at : at + STEPS] for sample in ids) == list(range(SAMPLES))
                for at in range(0, len(whole), STEPS))  # fmt: skip
-    found: dict[str, Found] = {}
-    for when in WRITTEN:
-        name = {"dirpath": f"{folder}/{when}", "filename": "{step:02}"}
-        every = {"save_top_k": -1, **name}
-        falls_at = 7 if when == "exception" else 0
-        saving: dict[str, Any] = {
-            "step": lambda every=every: ModelCheckpoint(every_n_train_steps=1, **every),
-            "epoch": lambda every=every: ModelCheckpoint(save_on_train_epoch_end=True, **every),
-            "validation": lambda every=every: ModelCheckpoint(save_on_train_epoch_end=False, **every),
-            "exception": lambda name=name: OnExceptionCheckpoint(name["dirpath"], "step=06"),
-        }
+    seen.clear()
+    name = {"dirpath": folder, "filename": "{step:02}"}
+    every = {"save_top_k": -1, **name}
+    falls_at = 7 if when == "exception" else 0
+    saving = {
+        "step": lambda: ModelCheckpoint(every_n_train_steps=1, **every),
+        "epoch": lambda: ModelCheckpoint(save_on_train_epoch_end=True, **every),
+        "validation": lambda: ModelCheckpoint(save_on_train_epoch_end=False, **every),
+        "exception": lambda: OnExceptionCheckpoint(folder, "step=06"),
+    }[when]
+    try:
+        fit([saving()])
+    except FallenError:
+        assert falls_at
+    falls_at = 0
+    found = []
+    for path in sorted(Path(folder).glob("*.ckpt")):
+        step = int(path.stem[5:])
         seen.clear()
-        try:
-            fit([saving[when]()])
-        except FallenError:
-            assert falls_at
-        falls_at, found[when] = 0, []
-        for path in sorted(Path(name["dirpath"]).glob("*.ckpt")):
-            step = int(path.stem[5:])
-            seen.clear()
-            fit([], str(path))
-            same = [ids for _, _, ids in seen] == [ids for _, _, ids in whole[step:]]
-            found[when].append((path.stem, same, seen == whole[step:]))
+        fit([], str(path))
+        same = [ids for _, _, ids in seen] == [ids for _, _, ids in whole[step:]]
+        found.append((path.stem, same, seen == whole[step:]))
     return found
 
 
-WRITTEN = ("step", "epoch", "validation", "exception")
-
-
 @pytest.mark.parametrize("length", [STEPS, None])
-def test_lightning_goes_on_from_each_of_its_checkpoints(tmp_path: Path, length: int | None) -> None:
-    (by_moment,) = run_ranks(1, in_lightning, str(tmp_path), length)
-    for when, found in by_moment.items():
-        assert len(found) == {"step": EPOCHS * STEPS, "exception": 1}.get(when, EPOCHS)
-        assert [name for name, samples, _ in found if not samples] == []
-        # Lightning itself: without a length, batches are counted on after a checkpoint of an epoch's last step
-        counted_on = ["step=04", "step=08"] if length is None and when == "step" else []
-        assert [name for name, _, counts in found if not counts] == counted_on
+@pytest.mark.parametrize("when", ["step", "epoch", "validation", "exception"])
+def test_lightning_goes_on_from_each_of_its_checkpoints(tmp_path: Path, length: int | None, when: str) -> None:
+    (found,) = run_ranks(1, in_lightning, str(tmp_path), length, when)
+    number = {"step": EPOCHS * STEPS, "exception": 1}.get(when, EPOCHS)
+    assert len(found) == number
+    assert [name for name, samples, _ in found if not samples] == []
+    # Lightning itself: without a length, batches are counted on after a checkpoint of an epoch's last step
+    counted_on = ["step=04", "step=08"] if length is None and when == "step" else []
+    assert [name for name, _, counts in found if not counts] == counted_on
 
 
 def with_length(_: int, length: int) -> str:
@@ -192,9 +184,8 @@ def with_length(_: int, length: int) -> str:
     return ""
 
 
-def test_a_wrong_length_is_refused() -> None:
-    lengths = {3: "has more than 3", 5: "has ended after 4", 4: ""}
-    by_length = run_in_turn(1, *((with_length, length) for length in lengths))
-    for (length, found), (said,) in zip(lengths.items(), by_length, strict=True):
-        assert said == (found and f"length is {length}, but the epoch {found} batches; give LightningLoader the number "
-                        "of batches that all ranks have, or no length")  # fmt: skip
+@pytest.mark.parametrize(("length", "found"), [(3, "has more than 3"), (5, "has ended after 4"), (4, "")])
+def test_a_wrong_length_is_refused(length: int, found: str) -> None:
+    (said,) = run_ranks(1, with_length, length)
+    assert said == (found and f"length is {length}, but the epoch {found} batches; give LightningLoader the number of "
+                    "batches that all ranks have, or no length")  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.trainer_client.balancing.jobs import run_in_turn
+from benchmarks.harness.ranks import run_ranks
 from trainer_client.balancing import BalanceOptions, Balancer
 from trainer_client.balancing.adapters.recsys_examples import EvenkeelShuffling, evenkeel_shuffler, register_shufflers
 from trainer_client.balancing.batches import BatchError
@@ -129,18 +129,9 @@ def shuffle_steps(rank: int, reals: list[list[int]]) -> list[dict[str, Any]]:
     return results
 
 
-REALS = ([[SIZE, SIZE]] * 4, [[SIZE, 2], [1, SIZE], [SIZE, 0], [3, 3]])
-
-
-@pytest.fixture(scope="module")
-def shuffled() -> list[Any]:
-    """What ranks got of `shuffle_steps` with each of `REALS`, of `shuffle_at_once` and of `leave_early`."""
-    return run_in_turn(2, *((shuffle_steps, reals) for reals in REALS), (shuffle_at_once,), (leave_early,))
-
-
-@pytest.mark.parametrize("which", range(len(REALS)))
-def test_batches_are_spread_whole_and_filled_up_again(shuffled: list[Any], which: int) -> None:
-    ranks, reals = shuffled[which], REALS[which]
+@pytest.mark.parametrize("reals", [[[SIZE, SIZE]] * 4, [[SIZE, 2], [1, SIZE], [SIZE, 0], [3, 3]]])
+def test_batches_are_spread_whole_and_filled_up_again(reals: list[list[int]]) -> None:
+    ranks = run_ranks(2, shuffle_steps, reals)
     for step, real in enumerate(reals):
         one = [rank[step] for rank in ranks]
         assert {each["mode"] for each in one} == {"embedded"}
@@ -166,8 +157,8 @@ def shuffle_at_once(rank: int) -> tuple[list[Any], list[int], list[int], int]:
     return rows(shuffled), indices.tolist(), workloads.tolist(), int(shuffler.get_workloads(batch).sum())
 
 
-def test_positions_and_workloads_on_request(shuffled: list[Any]) -> None:
-    found = shuffled[-2]
+def test_positions_and_workloads_on_request() -> None:
+    found = run_ranks(2, shuffle_at_once)
     everything = [row for rank in range(2) for row in rows(make_batch(rank, 0))]
     for got, indices, workloads, total in found:
         assert [everything[index] for index in indices] == got
@@ -192,8 +183,8 @@ def leave_early(rank: int) -> str:
     return str(caught.value)
 
 
-def test_the_end_is_told_where_a_rank_has_left(shuffled: list[Any]) -> None:
-    assert "'train'" in shuffled[-1][0]
+def test_the_end_is_told_where_a_rank_has_left() -> None:
+    assert "'train'" in run_ranks(2, leave_early)[0]
 
 
 def test_bad_workloads_and_fields_are_told_by_name() -> None:

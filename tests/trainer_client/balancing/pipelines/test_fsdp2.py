@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.nn import functional
 
 from benchmarks.harness.ranks import run_ranks
 from examples.datasets import Keys, LogNormalLengths, SequenceBatch, SyntheticSequences
-from tests.trainer_client.balancing.jobs import logged
 from trainer_client.balancing import BalancedLoader, Balancer
 from trainer_client.balancing.costs import TokenCost
 from trainer_client.observing.measurement import StepTimer
@@ -78,7 +78,10 @@ def _timed(rank: int) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    said = logged()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_client").addHandler(handler)
     sharded, replicated, watched = Model(), Model(), []
     fully_shard(sharded, mesh=init_device_mesh("cpu", (WORLD,)))
     fully_shard(replicated, mesh=init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard")))

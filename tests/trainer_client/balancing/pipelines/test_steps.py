@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import failing, run_in_turn
+from tests.trainer_client.balancing.jobs import failing
 from tests.trainer_client.balancing.pipelines.held_checks import STEPS, check, make_loader, pipelines
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.pipelines import PipelineSteps, make_pipeline
@@ -105,6 +105,6 @@ def fails_on_one(rank: int, name: str) -> tuple[list[float], str]:
     return met, ""
 
 
-def test_pipelines_train_what_they_hold_before_an_error_of_the_data_is_raised() -> None:
-    for results in run_in_turn(2, (fails_on_one, "base"), (fails_on_one, "sparse_dist")):
-        assert results == [([2.0] * 5, ""), ([2.0] * 5, "the disk is gone")]
+@pytest.mark.parametrize("name", ["base", "sparse_dist"])
+def test_pipelines_train_what_they_hold_before_an_error_of_the_data_is_raised(name: str) -> None:
+    assert run_ranks(2, fails_on_one, name) == [([2.0] * 5, ""), ([2.0] * 5, "the disk is gone")]
