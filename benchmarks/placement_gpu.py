@@ -47,16 +47,17 @@ from benchmarks.harness.results import write
 from benchmarks.key_files import numbered, read_keys
 from benchmarks.peers.checkouts import load_torcheasyrec
 from evenkeel.key_statistics import KeySampler, with_statistics
-from evenkeel.placement import Eviction, MissCurve, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
+from evenkeel.placement import Eviction, MissCurve, Optimizer, Plan, PlanRequest, Runtime, Step, Table, Topology, plan
 from evenkeel.placement.access import step_keys
 from evenkeel.placement.hardware import HardwareProfile, builtin_profiles, parse_profile
+from evenkeel.placement.whole_step import exchange_kernel_seconds, host_seconds, step_costs, step_work
 from trainer_client.planning import sharding_plan
-from trainer_client.planning.clock import contenders, process_group, run_race
+from trainer_client.planning.clock import as_cut, contenders, process_group, run_race
 from trainer_client.planning.trials import Batch, DenseWork, TableModel, Trial
 
 Keys = npt.NDArray[Any]
-Planner = Callable[[int], Any]
-"""From a budget of HBM in bytes to a plan for `Trial.of`, or None where there is none."""
+Planner = Callable[[int], tuple[Any, Plan | None] | None]
+"""From a budget of HBM in bytes to a plan for `Trial.of` and what the model says of it; None where there is no plan."""
 
 SEED = 7
 HELD_BYTES = 4
@@ -192,7 +193,7 @@ def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Any) -> d
     def by_model(hbm: int) -> Any:
         request = budgeted(hbm)
         made = plan(request)
-        return _sharded(request, made, device) if made.placements else None
+        return (_sharded(request, made, device), made) if made.placements else None
 
     quickest: list[str] = []
 
@@ -205,7 +206,8 @@ def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Any) -> d
         if not quickest:  # at other budgets of the same cell it is the same kind of plan
             _, measured = run_race(request, plans, job.seen, device, seconds=size.seconds)
             quickest.append(next(one.name for one in measured if one.chosen))
-        return _sharded(request, plans.get(quickest[0], made), device)
+        chosen = plans.get(quickest[0], made)
+        return _sharded(request, chosen, device), chosen
 
     def all_cached(hbm: int) -> Any:
         request = budgeted(1 << 45)
@@ -213,7 +215,8 @@ def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Any) -> d
         share = min(1.0, max(0.001, hbm / weights))
         tables = tuple(replace(table, modes=("CACHING",), ratio=min(share, 0.999)) for table in request.tables)  # type: ignore[arg-type]
         request = replace(request, tables=tables)
-        return _sharded(request, plan(request), device)
+        made = plan(request)
+        return _sharded(request, made, device), made
 
     def torchrecs(hbm: int) -> Any:
         proposers = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer(), GridSearchProposer()]
@@ -288,7 +291,9 @@ def _torchrec_plan(
         made = planner.plan(model, [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()])
     except PlannerError:
         return None
-    return lambda _: made
+    parameters = {name: each for module in made.plan.values() for name, each in module.items()}
+    free = replace(request, topology=replace(request.topology, hbm_bytes=1 << 45))
+    return (lambda _: made), as_cut(free, parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,11 +304,13 @@ class Try:
         asked: HBM in bytes that the planner was given.
         used: HBM in bytes that its plan took; `None` where it found no plan.
         built: The plan in training.
+        predicted: What the model says of it.
     """
 
     asked: int
     used: int | None
     built: Any = None
+    predicted: Plan | None = None
 
 
 def fit_to_budget(
@@ -356,9 +363,10 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
                 return Try(asked, None)
             gc.collect()  # of the plan before this, so that it does not count as negative
             before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-            trial = Trial.of(job.request, made, job.unseen, device, dense=dense)
+            built, predicted = made
+            trial = Trial.of(job.request, built, job.unseen, device, dense=dense)
             used = torch.cuda.memory_allocated() - before if device.type == "cuda" else budget
-            return Try(asked, used, trial)
+            return Try(asked, used, trial, predicted)
 
         # The clock runs its contenders where the model's plan takes the HBM of the cell.
         start = found["by the model"].get("asked_bytes") if name == "with the clock" else None
@@ -367,6 +375,11 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
         found[name] = {"hbm_bytes": None if best is None else best.used}
         if best is not None:
             found[name]["asked_bytes"] = best.asked
+            if best.predicted is not None and best.predicted.seconds is not None:
+                work, costs = step_work(job.request, best.predicted), step_costs(job.request)
+                kernels = best.predicted.seconds + exchange_kernel_seconds(work, costs)
+                found[name]["predicted_kernels_ms"] = kernels * 1e3
+                found[name]["predicted_host_ms"] = host_seconds(work, costs) * 1e3
             trials[name] = best.built
     for trial in trials.values():
         trial.run(size.seconds)
@@ -449,12 +462,14 @@ def show(cell: Mapping[str, Any]) -> None:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How our plans stand beside the best of the others in their worst cell, and beside all tables cached alike."""
+    """How our plans stand beside the best of the others and all tables cached alike; how right predictions are."""
     figures: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "kernels": lambda planner: planner.get("kernels_ms"),
+        "wall beside 0 ms": lambda planner: planner.get("wall_ms", {}).get("0"),
         "wall beside 5 ms": lambda planner: planner.get("wall_ms", {}).get("5"),
+        "wall beside 20 ms": lambda planner: planner.get("wall_ms", {}).get("20"),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for ours, (figure, read) in itertools.product(("by the model", "with the clock"), figures.items()):
         values = [{name: read(planner) for name, planner in row["planners"].items()} for row in rows]
         others = [min((one[name] for name in one.keys() - OURS if one[name]), default=None) for one in values]
@@ -466,7 +481,39 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "over_all_cached_alike_median": statistics.median(alike),
                 "cells": len(best),
             }
-    return found
+    return found | {"predictions": predictions(rows)}
+
+
+def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Predicted kernels over measured ones, and whole steps: the larger of the host, and the dense part with kernels.
+
+    Pairs are plans of one cell whose kernels differ by more than 3 %, the noise of the measurement.
+    """
+    kernels: list[float] = []
+    steps: list[float] = []
+    right: list[bool] = []
+    for row in rows:
+        known = [each for each in row["planners"].values() if each.get("predicted_kernels_ms") and each["kernels_ms"]]
+        kernels += [each["predicted_kernels_ms"] / each["kernels_ms"] for each in known]
+        for each in known:
+            for dense, wall in each["wall_ms"].items():
+                step = max(each["predicted_host_ms"], float(dense) + each["predicted_kernels_ms"])
+                steps.append(step / wall)
+        for one, other in itertools.combinations(known, 2):
+            measured, predicted = (one[key] - other[key] for key in ("kernels_ms", "predicted_kernels_ms"))
+            if abs(measured) > 0.03 * min(one["kernels_ms"], other["kernels_ms"]):
+                right.append(measured * predicted > 0)
+    if not kernels:
+        return {}
+    return {
+        "kernels_within_15_percent": statistics.mean(abs(ratio - 1) <= 0.15 for ratio in kernels),
+        "kernels_worst": [min(kernels), max(kernels)],
+        "steps_within_20_percent": statistics.mean(abs(ratio - 1) <= 0.2 for ratio in steps),
+        "steps_worst": [min(steps), max(steps)],
+        "pairs_in_order": statistics.mean(right) if right else None,
+        "pairs": len(right),
+        "plans": len(kernels),
+    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -231,6 +232,34 @@ def lfu_curve(keys: Popularity, lookups: float) -> tuple[FloatArray, FloatArray]
     return held, np.clip(1 - np.concatenate([[0.0], np.cumsum(touched)]) / touched.sum(), 0.0, 1.0)
 
 
+def shared_cache(tables: Sequence[StepKeys], rows: Sequence[int], slots: FloatArray) -> FloatArray:
+    """Rows of each table in one LRU cache of all of them.
+
+    Keys of all tables leave the cache after the same number of steps without a lookup. A table whose own cache of `C`
+    rows misses `m(C)` keys a step has filled one after `integral of dC / m(C)` steps, since what misses comes in.
+
+    Args:
+        tables: What a step asks of each.
+        rows: Rows of each.
+        slots: Sizes of the cache, in rows.
+
+    Returns:
+        (tables, sizes) rows.
+
+    Source: Denning and Schwartz 1972: the miss rate of a working set is the slope of its size over time.
+    """
+    steps = np.concatenate([[0.0], np.geomspace(1e-3, 1e9, _AGES)])
+    held = np.empty((len(tables), len(steps)))
+    for row, (keys, most) in enumerate(zip(tables, rows, strict=True)):
+        missed = np.maximum(keys.unique * keys.miss_rate, _LEAST_LOOKUPS)
+        ages = np.concatenate([[0.0], np.cumsum(2 * np.diff(keys.cached) / (missed[1:] + missed[:-1]))])
+        beyond = np.maximum(steps - ages[-1], 0.0) * missed[-1]
+        held[row] = np.minimum(np.interp(steps, ages, keys.cached) + beyond, most)
+    total = held.sum(axis=0)
+    return np.stack([np.interp(slots, total, own) for own in held])
+
+
+_AGES = 400
 _LEAST_LOOKUPS = 1e-9
 _BLOCK = 1 << 20
 

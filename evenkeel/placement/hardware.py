@@ -62,6 +62,9 @@ class RuntimeCosts:
         contention_rows: Cache rows per unique key at which eviction doubles the cost of a miss. The cost of a
             missed row grows by `1 + (contention_rows / (cache rows / unique keys)) ** 2`.
         cache_lookup_s: Time of a lookup that goes through a cache, beside that of its row.
+        cache_hit_s: Time of a unique row that a cache holds: it is found, and noted as used.
+        second_module_s: Time of the kernels of a second module, where some tables that fuse are cached and others
+            not, apart from that of its rows and outputs; 0 where such modules cost nothing.
         host_factor: Time of a row in host memory over that of a random host gather of it.
         hbm_gather: Pairs of row bytes and bytes per second with which its kernels read random rows from HBM; those of
             the profile by default.
@@ -87,6 +90,8 @@ class RuntimeCosts:
     miss_factor: Factor
     contention_rows: Factor
     cache_lookup_s: Fixed = 0.0
+    cache_hit_s: Fixed = 0.0
+    second_module_s: Fixed = 0.0
     host_factor: Factor = 1.0
     hbm_gather: Gather | None = None
     host_gather: Gather | None = None

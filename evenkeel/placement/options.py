@@ -36,7 +36,8 @@ class Option(NamedTuple):
     Attributes:
         layout: How it is spread.
         mode: Its mode.
-        ratio: Fraction of the rows that HBM holds.
+        ratio: Fraction of the rows that HBM holds: of all tables of a shared cache.
+        held: Fraction of the rows of this table that HBM holds.
         dim: Width of its shards.
         seconds: Kernel time of a step on the average rank; where the table is everywhere, on the fullest.
         hbm: Bytes of HBM on the average rank; of a table that is everywhere, on the fullest.
@@ -47,6 +48,7 @@ class Option(NamedTuple):
     layout: Layout
     mode: Mode
     ratio: float
+    held: float
     dim: int
     seconds: float
     hbm: float
@@ -129,8 +131,22 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
     )
 
 
-def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: Layout | None = None) -> list[Option]:
+def table_options(
+    request: PlanRequest,
+    table: Table,
+    grid: FloatArray,
+    layout: Layout | None = None,
+    *,
+    shared: FloatArray | None = None,
+) -> list[Option]:
     """Every placement of `table` in one layout, its first if none is given, on the ratios of `grid` or its pinned one.
+
+    Args:
+        request: The request.
+        table: The table.
+        grid: Ratios.
+        layout: The layout.
+        shared: Fraction of its rows in a cache that it shares with others, where that holds a ratio of `grid` of all.
 
     Raises:
         OverflowError: If its buffers are more bytes than can be counted.
@@ -138,31 +154,33 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: 
     profile, topology = request.profile, request.topology
     layout = layout or table_layouts(request, table)[0]
     costs, load = profile.costs(request.runtime), rank_load(request, table, layout)
-    shared, gradients = exchange_seconds(profile, topology, layout, load, table.weight_bytes), 0
+    exchanged, gradients = exchange_seconds(profile, topology, layout, load, table.weight_bytes), 0
     if layout.sharding is Sharding.DATA_PARALLEL and request.step.training:
         # A replica has a gradient as large as itself; sharded tables update rows in the backward pass. Gradients of all
         # rows are cleared and read; weights and state of all rows are read and written.
         state = table.rows * sum(state_bytes(table, table.dim, training=True))
         gradients = table.weight_bytes
-        shared += (4 * table.weight_bytes + 2 * state) / profile.hbm_gather[-1][1]
+        exchanged += (4 * table.weight_bytes + 2 * state) / profile.hbm_gather[-1][1]
     mean, dim = layout.mean(topology), layout.shard(table, topology).dim
     # A cache may be smaller than the rows of a step where FBGEMM reads those without a place where they are.
     spills = request.runtime is Runtime.TORCHREC and request.step.prefetch_depth == 1
     found: list[Option] = []
     for mode in allowed_modes(request, table, layout):
-        ratios = _ratios_of(mode, table, grid)
-        footprint = footprint_of(request, table, layout, mode, ratios)
+        ratios = held = _ratios_of(mode, table, grid)
+        if shared is not None and mode is Mode.CACHING:
+            held = np.interp(ratios, grid, shared)
+        footprint = footprint_of(request, table, layout, mode, held)
         rows = footprint.cache_rows.astype(np.float64)
-        seconds = (mode_seconds(profile, costs, load, mode, ratios, rows) + shared) * mean
+        seconds = (mode_seconds(profile, costs, load, mode, ratios, rows) + exchanged) * mean
         buffers = round_up(int(buffer_bytes(costs, load, mode, topology.ranks)) + gradients, PAGE)
         hbm, host = (footprint.hbm + buffers).astype(np.float64), footprint.host.astype(np.float64)
         if topology.hbm_bytes == 0:
             hbm, host = hbm * 0, host + hbm
         slots = rows * table.value_bytes if mode is Mode.CACHING else np.zeros(len(rows))
         needs = load.unique * load.prefetch_depth if mode is Mode.CACHING and not spills else 0.0
-        columns = (ratios, seconds, hbm * mean, host * mean * topology.local_ranks, slots * mean)
-        for ratio, *figures in np.stack(columns, axis=1)[rows >= needs].tolist():
-            found.append(Option(layout, mode, ratio, dim, *figures))
+        columns = (ratios, held, seconds, hbm * mean, host * mean * topology.local_ranks, slots * mean)
+        for ratio, own, *figures in np.stack(columns, axis=1)[rows >= needs].tolist():
+            found.append(Option(layout, mode, ratio, own, dim, *figures))
     return found
 
 

@@ -22,7 +22,7 @@ from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.search import PricedGroup, Solution
 from evenkeel.placement.shortage import explain_shortage
 from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
-from evenkeel.placement.timing import fixed_seconds
+from evenkeel.placement.timing import fixed_seconds, mixing_seconds
 from evenkeel.placement.trivial import trivial_placements
 
 EXACT_TABLES = 50
@@ -64,7 +64,7 @@ def plan(
             left = Watch(max(_MOMENT_S, watch.left()), should_stop=should_stop, clock=clock)
             found = replace(found, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
         return found
-    found = _plan_of(request, problem, placed)
+    found, charges = _plan_of(request, problem, placed), mixing_charges(request, problem)
     return replace(
         found,
         status=Status.OPTIMAL if gap <= max(request.solver.gap, _NO_GAP) * 1.001 else Status.FEASIBLE,
@@ -73,7 +73,8 @@ def plan(
         hbm=replace(found.hbm, seconds_per_gib=float(solution.prices[0]) * 1024),
         host=replace(found.host, seconds_per_gib=float(solution.prices[1]) * 1024),
         trivial=tuple(
-            TrivialPlan(name=name, seconds=None if known is None else known.seconds) for name, known in trivial.items()
+            TrivialPlan(name=name, seconds=None if known is None else charged(problem, charges, known).seconds)
+            for name, known in trivial.items()
         ),
     )
 
@@ -86,8 +87,9 @@ def trivial_plans(request: PlanRequest) -> dict[str, Plan]:
     """
     watch = Watch(request.solver.time_limit_s)
     problem = build_problem(request, watch=watch)
-    placements = trivial_placements(request, problem, watch).items()
-    return {name: _plan_of(request, problem, placed) for name, placed in placements if placed is not None}
+    placements, charges = trivial_placements(request, problem, watch), mixing_charges(request, problem)
+    fitting = {name: charged(problem, charges, placed) for name, placed in placements.items() if placed is not None}
+    return {name: _plan_of(request, problem, placed) for name, placed in fitting.items()}
 
 
 def _check_pins(request: PlanRequest, problem: Problem) -> None:
@@ -125,15 +127,71 @@ def fastest(
 
     Without `dense_ms` kernels are the step. With it the host may bind, for which fewer modules are better.
     """
-    dense_ms, topology = request.step.dense_ms, request.topology
-    part = watch if dense_ms is None else watch.part(0.5)
-    placed, solution = solve_and_place(problem, topology, part, gap=gap, starts=starts)
+    dense_ms, charges = request.step.dense_ms, mixing_charges(request, problem)
+    part = watch if dense_ms is None and not charges else watch.part(0.5)
+    placed, solution = solve_and_place(problem, request.topology, part, gap=gap, starts=starts)
     if placed is None:
         return None, solution, 0.0
-    cost, least = placed.seconds, solution.bound
+    candidates = [charged(problem, charges, each) for each in (placed, *starts)]
+    placed, bound = _fewest_mixed(request, problem, candidates, solution.bound, charges, watch, gap)
+    cost, least = placed.seconds, bound
     if dense_ms is not None:
-        placed, cost, least = _shortest_step(request, problem, [placed, *starts], least, watch, gap)
-    return placed, solution, 0.0 if cost <= least * (1 + _NO_GAP) else 1 - least / cost
+        placed, cost, least = _shortest_step(request, problem, [placed, *candidates], bound, watch, gap)
+    return placed, replace(solution, bound=bound), 0.0 if cost <= least * (1 + _NO_GAP) else 1 - least / cost
+
+
+def mixing_charges(request: PlanRequest, problem: Problem) -> dict[tuple[int, ...], float]:
+    """Of each group of tables that fuse, what it takes more if some of them are cached and others not."""
+    costs, found = request.profile.costs(request.runtime), {}
+    for group in problem.groups:
+        tables = [request.tables[index] for index in group.tables]
+        kinds = {module.mode is Mode.CACHING for module in group.modules}
+        if len({table.fuse_key for table in tables}) == 1 < len(kinds):
+            loads = [rank_load(request, table) for table in tables]
+            found[group.tables] = mixing_seconds(request.profile, costs, loads)
+    return {tables: seconds for tables, seconds in found.items() if seconds}
+
+
+def charged(problem: Problem, charges: dict[tuple[int, ...], float], placed: Placed) -> Placed:
+    """A placement whose time includes that of mixing."""
+    mixed = 0.0
+    for group, mine in zip(problem.groups, placed.choice, strict=True):
+        if len({group.modules[column].mode is Mode.CACHING for column in np.unique(mine).tolist()}) > 1:
+            mixed += charges.get(group.tables, 0.0)
+    return replace(placed, seconds=placed.seconds + mixed)
+
+
+def _fewest_mixed(
+    request: PlanRequest,
+    problem: Problem,
+    candidates: list[Placed],
+    bound: float,
+    charges: dict[tuple[int, ...], float],
+    watch: Watch,
+    gap: float,
+) -> tuple[Placed, float]:
+    """The placement with the fastest kernels and a bound: groups in caches, without, and mixed compete.
+
+    Of more than two groups those that cost most to mix are looked at.
+    """
+    best, floors = min(candidates, key=lambda placed: placed.seconds), []
+    dearest = sorted(charges, key=lambda tables: -charges[tables])[:2]
+    for kinds in itertools.product((None, True, False), repeat=len(dearest)):
+        chosen = dict(zip(dearest, kinds, strict=True))
+        mixed = sum(charges[tables] for tables, cached in chosen.items() if cached is None)
+        least = bound + mixed
+        if least < best.seconds * (1 - gap) and any(kind is not None for kind in kinds) and not watch.is_over():
+            fewer = problem.without(
+                lambda group, module, chosen=chosen: (
+                    chosen.get(group.tables)  # type: ignore[misc]
+                    not in (None, module.mode is Mode.CACHING)
+                )
+            )
+            found, proved = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
+            least = max(least, proved.bound + mixed)
+            best = best if found is None else min(best, charged(problem, charges, found), key=lambda each: each.seconds)
+        floors.append(least)
+    return best, min([best.seconds, *floors])
 
 
 def _shortest_step(
@@ -164,9 +222,10 @@ def _shortest_step(
     for modes in itertools.chain.from_iterable(itertools.combinations(kinds, n + 1) for n in range(len(kinds))):
         host, kernels = launches(modes), bound
         if max(host, dense + bound) < seconds(best)[0] * (1 - gap) and len(modes) < len(kinds) and not watch.is_over():
-            fewer = problem.without(lambda module, modes=modes: module.mode not in modes)  # type: ignore[misc]
+            fewer = problem.without(lambda _, module, modes=modes: module.mode not in modes)  # type: ignore[misc]
             found, proved = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
             kernels = max(bound, proved.bound)
+            found = found and charged(problem, mixing_charges(request, problem), found)
             best = best if found is None else min(best, found, key=seconds)
         floors.append(max(host, dense + kernels))
     cost = seconds(best)[0]
@@ -231,8 +290,9 @@ def _modules(request: PlanRequest, problem: Problem, placed: Placed) -> dict[int
     """
     costs = request.profile.costs(request.runtime)
     members: dict[tuple[object, ...], dict[int, Module]] = {}
-    for table, (number, _, column) in sorted(_chosen(problem, placed).items()):
-        module = problem.groups[number].modules[column]
+    held: dict[int, float] = {}
+    for table, (number, row, column) in sorted(_chosen(problem, placed).items()):
+        module, held[table] = problem.groups[number].modules[column], float(problem.groups[number].held[row, column])
         alike: tuple[object, ...] = (module.layout.scope, module.mode)
         if module.layout.scope is Scope.EVERYWHERE:
             alike = (module.layout, module.mode, module.ratio)
@@ -244,10 +304,14 @@ def _modules(request: PlanRequest, problem: Problem, placed: Placed) -> dict[int
         stem = f"{request.tables[first].group}/{module.mode.value.lower()}".lstrip("/")
         name = next(n for n in itertools.chain([stem], (f"{stem}-{k}" for k in itertools.count(2))) if n not in used)
         used.add(name)
+        ratio = module.ratio if len({each.ratio for each in mine.values()}) == 1 else None
+        if any(held[index] != each.ratio for index, each in mine.items()):  # a shared cache: of its own tables
+            rows = [request.tables[index].rows for index in mine]
+            ratio = float(np.average([held[index] for index in mine], weights=rows))
         fused = FusedModule(
             name=name,
             mode=module.mode,
-            ratio=module.ratio if len({each.ratio for each in mine.values()}) == 1 else None,
+            ratio=ratio,
             tables=tuple(request.tables[index].name for index in mine),
             fixed_seconds=fixed_seconds(costs, module.mode),
         )
@@ -265,7 +329,8 @@ def _placements(
         module = group.modules[column]
         seconds, hbm, host = group.shard(row, column).tolist()
         load = rank_load(request, table, module.layout)
-        rows = _cache_rows(request, table, module.layout, module.mode, module.ratio)
+        ratio = modules[index].ratio
+        rows = _cache_rows(request, table, module.layout, module.mode, float(group.held[row, column]))
         more = (group.hbm[row] * group.scale[1] - hbm) / 1024
         saved = seconds - group.seconds[row] * group.scale[0]
         helps = (more > 0) & (saved > 0)
@@ -280,7 +345,7 @@ def _placements(
         entry = Placement(
             table=table.name,
             mode=module.mode,
-            ratio=module.ratio,
+            ratio=module.ratio if ratio is None else ratio,
             sharding=module.layout.sharding,
             column_shards=module.layout.pieces,
             ranks=places,

@@ -1,9 +1,10 @@
 """The optimisation problem: tables, what each may choose from, what fused tables must agree on, and two budgets.
 
 DynamicEmb's fused tables share one ratio with a cache and one without. The row-wise tables of a TorchRec kernel share
-the ratio of their cache. Caches of TorchRec have rows as wide as the widest table that is cached in them, so the width
-is agreed on as well: a wider one takes more bytes, a narrower one cannot hold a wider table. Column shards of the
-sequence tables of one collection have one width.
+a cache: its rows are for those keys of all tables that were looked up last, so a table that is looked up more has more
+of them. What is agreed on is how long a key stays, named by the ratio of all rows that stay so long. Caches of TorchRec
+have rows as wide as the widest table that is cached in them, so the width is agreed on as well: a wider one takes more
+bytes, a narrower one cannot hold a wider table. Column shards of the sequence tables of one collection have one width.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.access import Eviction, shared_cache
 from evenkeel.placement.invalid_input import InvalidInputError, TimeIsUpError, require
 from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
-from evenkeel.placement.options import PAGE, Option, allowed_modes, ratio_grid, table_layouts, table_options
+from evenkeel.placement.options import (
+    PAGE,
+    Option,
+    allowed_modes,
+    rank_load,
+    ratio_grid,
+    table_layouts,
+    table_options,
+)
 from evenkeel.placement.request import PlanRequest
 
 FloatArray = npt.NDArray[np.float64]
@@ -45,7 +55,7 @@ class Module:
     Attributes:
         layout: How the table is spread.
         mode: The mode.
-        ratio: Fraction of the rows that HBM holds.
+        ratio: Fraction of the rows that HBM holds; of a shared cache, of the rows of all tables that could share it.
         agreements: What other tables must agree on if one chooses this.
     """
 
@@ -65,6 +75,7 @@ class Group:
         seconds: (tables, modules) kernel time of a step on the average rank; infinite where a table has no such choice.
         hbm: (tables, modules) HBM on the average rank, in units.
         host: (tables, modules) memory on the average host, in units.
+        held: (tables, modules) fraction of a table's rows that HBM holds.
         scale: (3, modules) what these three are multiplied by to be those of one shard.
     """
 
@@ -73,6 +84,7 @@ class Group:
     seconds: FloatArray
     hbm: FloatArray
     host: FloatArray
+    held: FloatArray
     scale: FloatArray
 
     def shard(self, row: int, module: int) -> FloatArray:
@@ -119,11 +131,11 @@ class Problem:
             groups.append(replace(group, seconds=np.where(fits, group.seconds, np.inf)))
         return Problem(tuple(groups), self.budget)
 
-    def without(self, closed: Callable[[Module], bool]) -> Problem:
-        """The problem without some modules."""
+    def without(self, closed: Callable[[Group, Module], bool]) -> Problem:
+        """The problem without some modules of groups."""
         groups = []
         for group in self.groups:
-            away = np.array([closed(module) for module in group.modules])
+            away = np.array([closed(group, module) for module in group.modules])
             groups.append(replace(group, seconds=np.where(away[None, :], np.inf, group.seconds)))
         return Problem(tuple(groups), self.budget)
 
@@ -202,10 +214,11 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
     is_fused = len({request.tables[index].fuse_key for index in indices}) < len(indices)
     pins = [t.ratio for t in (request.tables[index] for index in indices) if t.ratio and t.ratio < 1]
     fine, coarse = (np.unique([*ratios, *pins]) for ratios in (grid, _thinned(grid, len(request.tables))))
-    options = [_options(request, index, fine, coarse, watch) for index in indices]
     shares_caches = is_fused and request.runtime is Runtime.TORCHREC
+    shared = _shared_caches(request, indices, fine) if shares_caches else {}
+    options = [_options(request, index, fine, coarse, shared.get(index), watch) for index in indices]
     cached = {(each.layout.sharding, each.dim) for own in options for each in own if each.mode is Mode.CACHING}
-    cells: list[tuple[int, int, Module, float, float, float]] = []
+    cells: list[tuple[int, int, Module, float, float, float, float]] = []
     for row, (index, own) in enumerate(zip(indices, options, strict=True)):
         table = request.tables[index]
         for each in own:
@@ -217,21 +230,51 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
                 agreements += _column_width(request, table, each.layout)
                 module = Module(each.layout, each.mode, each.ratio, agreements)
                 size = each.hbm + (width - each.dim) * each.slot_bytes
-                cells.append((width if shares_caches else 0, row, module, each.seconds, size, each.host))
+                cells.append((width if shares_caches else 0, row, module, each.seconds, size, each.host, each.held))
     cells.sort(key=lambda cell: cell[0])  # of modules as fast as each other a search takes the first: the narrowest
     modules = {module: column for column, module in enumerate(dict.fromkeys(cell[2] for cell in cells))}
     rows = np.array([cell[1] for cell in cells])
     columns = np.array([modules[cell[2]] for cell in cells])
     values = np.array([cell[3:] for cell in cells])
     seconds = np.full((len(indices), len(modules)), np.inf)
-    hbm, host = np.zeros(seconds.shape), np.zeros(seconds.shape)
-    seconds[rows, columns], hbm[rows, columns], host[rows, columns] = values[:, 0], *(values[:, 1:].T / UNIT)
+    hbm, host, held = (np.zeros(seconds.shape) for _ in range(3))
+    seconds[rows, columns], held[rows, columns] = values[:, 0], values[:, 3]
+    hbm[rows, columns], host[rows, columns] = values[:, 1:3].T / UNIT
     scale = np.array([whole_shards(request, module.layout) for module in modules]).T
-    return Group(tuple(indices), tuple(modules), seconds, hbm, host, scale)
+    return Group(tuple(indices), tuple(modules), seconds, hbm, host, held, scale)
+
+
+def _shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) -> dict[int, FloatArray]:
+    """Of each row-wise table that may share a cache, the fraction of its rows there at each ratio of all.
+
+    A ratio that tables are given is that of the tables in the cache. Where it is open which those are, a table counts
+    as if it had its part of the rows to itself.
+    """
+    able = [
+        index
+        for index in indices
+        if request.tables[index].eviction is Eviction.LRU and ROW_WISE in table_layouts(request, request.tables[index])
+    ]
+    modes = {index: allowed_modes(request, request.tables[index], ROW_WISE) for index in able}
+    if any(0 < (request.tables[index].ratio or 0) < 1 for index in able):
+        if any(len(own) > 1 for own in modes.values()):
+            return {}
+        able = [index for index in able if modes[index] == (Mode.CACHING,)]
+    if len(able) < 2:
+        return {}
+    rows = [request.tables[index].rows for index in able]
+    keys = [rank_load(request, request.tables[index], ROW_WISE).keys for index in able]
+    held = shared_cache(keys, rows, sum(rows) * ratios) / np.array(rows)[:, None]
+    return dict(zip(able, np.clip(held, 1e-9, 1 - 1e-9), strict=True))
 
 
 def _options(
-    request: PlanRequest, index: int, fine: FloatArray, coarse: FloatArray, watch: Watch | None
+    request: PlanRequest,
+    index: int,
+    fine: FloatArray,
+    coarse: FloatArray,
+    shared: FloatArray | None,
+    watch: Watch | None,
 ) -> list[Option]:
     """All placements of one table."""
     table = request.tables[index]
@@ -241,11 +284,10 @@ def _options(
         raise TimeIsUpError("solver.time_limit_s", request.solver.time_limit_s, what, remedy)
     layouts = table_layouts(request, table)
     try:
-        found = [
-            option
-            for layout in layouts
-            for option in table_options(request, table, fine if layout == ROW_WISE else coarse, layout)
-        ]
+        found = []
+        for layout in layouts:
+            ways = (fine, shared) if layout == ROW_WISE else (coarse, None)
+            found += table_options(request, table, ways[0], layout, shared=ways[1])
     except OverflowError:
         what = "asks for more bytes or lookups than can be counted"
         remedy = "lower ids_per_sample, features or step.samples_per_rank, or plan for fewer ranks"

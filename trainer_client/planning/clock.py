@@ -51,7 +51,7 @@ def contenders(request: PlanRequest, first: Plan, torchrecs: Mapping[str, Any] |
     with contextlib.suppress(InvalidInputError):  # there may be no time to price all tables
         made |= trivial_plans(with_time(request, min(_SEARCH_S, request.solver.time_limit_s)))
     with contextlib.suppress(InvalidInputError):  # TorchRec cuts into widths that FBGEMM does not take
-        made["TorchRec's planner"] = _as_cut(request, torchrecs) if torchrecs else None
+        made["TorchRec's planner"] = as_cut(request, torchrecs) if torchrecs else None
     different: dict[tuple[Any, ...], tuple[str, Plan]] = {}
     for name, each in made.items():
         if each is not None and each.placements:
@@ -67,7 +67,7 @@ def _planned(request: PlanRequest) -> Plan | None:
         return None
 
 
-def _as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
+def as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
     """A plan that cuts and stores tables as another planner does; on which ranks is decided here."""
     tables = []
     for table in request.tables:

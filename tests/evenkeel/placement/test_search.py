@@ -159,7 +159,7 @@ def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
     size = np.array([5 - 5e-7, 5, 4 + 1e-6, 8 - 1e-6, 4 + 5e-7, 6])
     none, modules = np.zeros(6), (Module(ROW_WISE, Mode.HBM_ONLY, 1.0), Module(ROW_WISE, Mode.HOST_ONLY, 0.0))
     seconds, hbm = np.stack([none, size], axis=1), np.stack([1e3 * size.round(), none], axis=1)
-    group = Group(tuple(range(6)), modules, seconds, hbm, np.zeros((6, 2)), np.ones((3, 2)))
+    group = Group(tuple(range(6)), modules, seconds, hbm, np.zeros((6, 2)), np.zeros((6, 2)), np.ones((3, 2)))
     problem = Problem((group,), np.array([16e3, np.inf]))
     core = solve_core(problem, [seconds >= 0], gap=0.0, start=None, watch=Watch())
     assert core.choice is not None
