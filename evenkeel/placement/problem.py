@@ -215,7 +215,7 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
     pins = [t.ratio for t in (request.tables[index] for index in indices) if t.ratio and t.ratio < 1]
     fine, coarse = (np.unique([*ratios, *pins]) for ratios in (grid, _thinned(grid, len(request.tables))))
     shares_caches = is_fused and request.runtime is Runtime.TORCHREC
-    shared = _shared_caches(request, indices, fine) if shares_caches else {}
+    shared = shared_caches(request, indices, fine) if shares_caches else {}
     options = [_options(request, index, fine, coarse, shared.get(index), watch) for index in indices]
     cached = {(each.layout.sharding, each.dim) for own in options for each in own if each.mode is Mode.CACHING}
     cells: list[tuple[int, int, Module, float, float, float, float]] = []
@@ -244,7 +244,7 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
     return Group(tuple(indices), tuple(modules), seconds, hbm, host, held, scale)
 
 
-def _shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) -> dict[int, FloatArray]:
+def shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) -> dict[int, FloatArray]:
     """Of each row-wise table that may share a cache, the fraction of its rows there at each ratio of all.
 
     A ratio that tables are given is that of the tables in the cache. Where it is open which those are, a table counts

@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf
 from evenkeel.placement.layouts import ROW_WISE, Scope
-from evenkeel.placement.options import Option, ratio_grid, table_layouts, table_options
-from evenkeel.placement.problem import SLACK, UNIT, budgets, whole_shards
+from evenkeel.placement.options import Option, rank_load, ratio_grid, table_layouts, table_options
+from evenkeel.placement.problem import SLACK, UNIT, budgets, shared_caches, whole_shards
+from evenkeel.placement.timing import mixing_seconds
 
 
 def random_tables(count: int, seed: int, **same: object) -> tuple[Table, ...]:
@@ -71,13 +72,25 @@ def mixed_request(seed: int) -> PlanRequest:
     return PlanRequest(tables=tables, topology=topology, runtime=runtime, step=step)
 
 
-def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = None) -> float:
-    """Kernel time of the best of all choices of options and of places for every piece, cached widths as they come."""
+def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = None, *, mixing: bool = False) -> float:
+    """Kernel time of the best of all choices of options and of places for every piece, cached widths as they come.
+
+    With `mixing`, that of tables that are cached beside others of their kernel is added.
+    """
     grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
-    every = [
-        [option for layout in table_layouts(request, table) for option in table_options(request, table, grid, layout)]
-        for table in request.tables
-    ]
+    fused: dict[object, list[int]] = {}
+    for index, table in enumerate(request.tables):
+        fused.setdefault(table.fuse_key, []).append(index)
+    every: list[list[Option]] = [[] for _ in request.tables]
+    for indices in fused.values():
+        ratios = np.unique([*grid, *(r for i in indices if (r := request.tables[i].ratio) and r < 1)])
+        shares = request.runtime is Runtime.TORCHREC and len(indices) > 1
+        shared = shared_caches(request, indices, ratios) if shares else {}
+        for index in indices:
+            for layout in table_layouts(request, table := request.tables[index]):
+                held = shared.get(index) if layout == ROW_WISE else None
+                every[index] += table_options(request, table, ratios, layout, shared=held)
+    costs = request.profile.costs(request.runtime)
     budget, best = budgets(request), np.inf
     for choice in itertools.product(*every):
         if not _is_agreed(request, choice):
@@ -95,6 +108,10 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
             load = _ways(request, option.layout.scope, option.layout.pieces, shard)
             total = (total[:, None] + load[None]).reshape(-1, 3, request.topology.ranks)
         hosts = total[:, 2].reshape(len(total), -1, request.topology.local_ranks).sum(axis=2)
+        for indices in fused.values() if mixing else ():
+            if len({choice[index].mode is Mode.CACHING for index in indices}) > 1:
+                loads = [rank_load(request, request.tables[index]) for index in indices]
+                total[:, 0] += mixing_seconds(request.profile, costs, loads)
         fits = (total[:, 1].max(axis=1) <= budget[0] + SLACK) & (hosts.max(axis=1) <= budget[1] + SLACK)
         best = min(best, float(np.where(fits, total[:, 0].max(axis=1), np.inf).min()))
     return best

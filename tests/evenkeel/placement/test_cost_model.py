@@ -83,8 +83,11 @@ def test_the_larger_a_cache_the_shorter_a_step_from_none_to_one_of_all_rows(
     load, costs = rank_load(request, table), request.profile.costs(request.runtime)
     ratios = np.linspace(0.0, 1.0, 400)
     seconds = mode_seconds(request.profile, costs, load, Mode.CACHING, ratios, ratios * table.rows)
+    hits = load.unique * (1 - load.keys.misses(ratios * table.rows))
+    found = costs.cache_lookup_s * load.received + costs.cache_hit_s * hits
+    assert (seconds > found).all()
+    seconds = seconds - found  # of the rows, apart from looking them up in a cache
     assert (np.diff(seconds) <= 1e-12).all()
-    seconds = seconds - costs.cache_lookup_s * load.received  # of the rows, apart from looking them up in a cache
     in_host = mode_seconds(request.profile, costs, load, Mode.HOST_ONLY, ratios[:1], ratios[:1])[0]
     assert seconds[0] == pytest.approx(in_host, rel=0.01)
     assert seconds[0] > 1.5 * seconds[-1]

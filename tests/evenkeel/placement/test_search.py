@@ -68,6 +68,19 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert alone.bound == pytest.approx(expected, rel=1e-7), "without prices, starts and what they rule out"
 
 
+@given(st.integers(0, 10_000_000))
+@settings(max_examples=40, deadline=None)
+def test_small_plans_are_the_best_where_mixing_modes_costs_time(seed: int) -> None:
+    asked = replace(mixed_request(seed), solver=SolverOptions(ratio_steps=4))
+    found = plan(asked, clock=time.process_time)
+    best = brute_force(asked, mixing=True)
+    if found.seconds is None or found.bound_seconds is None:
+        assert not np.isfinite(best)
+        return
+    assert found.bound_seconds <= best * (1 + 1e-7)
+    assert found.seconds == pytest.approx(best, rel=1e-6)
+
+
 @given(st.integers(0, 10_000_000), st.floats(0, 0.02))
 @settings(max_examples=30, deadline=None)
 def test_no_choice_is_missed_just_above_the_least_memory(seed: int, above: float) -> None:
