@@ -89,7 +89,7 @@ RESULTS = """# Result files
 
 <!-- Written by scripts/write_reference.py from the files. -->
 
-What the files under `benchmarks/results/` say of their making, the latest first; versions and commands stand in them.
+What files under `benchmarks/results/` say of their making, latest first; versions and commands stand in them.
 Where a file has a note, it is older than the writer of these notes, and commit and date are those of its coming.
 
 {files}
