@@ -17,7 +17,7 @@ from trainer_client.balancing.lead import Round, Stage
 logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 4096  # of a fit; of more ranks, every so many-th
-_SILENT = 15  # rounds with times of a rank after which one that learns has told the terms of its batches
+_SILENT = 15  # rounds with times of a rank after which one that learns has sent the terms of its batches
 
 
 class CostLearner(Stage):
@@ -32,7 +32,7 @@ class CostLearner(Stage):
         self._name, self._cost = name, cost
         self._rows: list[deque[NDArray[np.float64]]] = [deque() for _ in range(num_ranks)]  # the latest of each rank
         self._skipped = [0] * num_ranks
-        self._timed = np.zeros(num_ranks, np.int64)  # rounds in which a rank has told the time of its batches
+        self._timed = np.zeros(num_ranks, np.int64)  # rounds in which a rank has sent the time of its batches
         self._differ = False  # the ranks' costs: nothing is learned
         self._thread: threading.Thread | None = None
         self._fitted: Fit | None = None
@@ -43,16 +43,11 @@ class CostLearner(Stage):
         """Takes into account what ranks have measured."""
         self._timed += round_.contributions.headers["measured"][:, 1] > 0
         cost, extras = self._cost(), round_.contributions.extras
-        measured = {rank: one for rank, one in extras.items() if one.term_rows is not None}
-        if measured and not self._differ:
-            rows = {rank: one.term_rows for rank, one in measured.items() if one.term_rows is not None}
-            silent = [
-                rank for rank, known in enumerate(self._rows) if self._timed[rank] and not (known or rank in rows)
-            ]
+        rows = {rank: one.term_rows for rank, one in extras.items() if one.term_rows is not None}
+        if rows and not self._differ:
+            silent = [rank for rank, kept in enumerate(self._rows) if self._timed[rank] and not (kept or rank in rows)]
             names = () if cost is None else tuple(cost.terms.names)
-            others: dict[int, tuple[str, ...] | None] = {
-                rank: one.term_names for rank, one in measured.items() if one.term_names != names
-            }
+            others: dict[int, object] = {r: extras[r].term_names for r in rows if extras[r].term_names != names}
             others |= dict.fromkeys((rank for rank in silent if self._timed[rank] > _SILENT), None)
             if others:
                 self._differ, self._fitted = True, None

@@ -26,14 +26,13 @@ from trainer_client.observing.measurement import StepTimer
 TERMS = SequenceTerms(history=("num_history", "num_history"), candidates="num_candidates", context=2)
 PRIOR = HSTUCost(num_layers=1, width=1024, num_heads=4, head_dim=256, history=("num_history", "num_history"))
 CLOCK = np.array([0.0, 1e-3, 3e-6])  # milliseconds a sample, token and pair
-SIZE = 24
+SIZE, STEPS = 24, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     address: str | None = None
-    name: str = "job"
-    steps: int = 60
+    name: str
     slow: tuple[float, ...] = (1.0, 1.0, 1.0)
     noise: float = 0.01
     plain: int = -1  # the rank whose cost is no learned one
@@ -52,7 +51,7 @@ def run_job(rank: int, job: Job) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("trainer_client.balancing.costs.learning")
-    log.addHandler(handler)
+    log.handlers = [handler]
     log.setLevel(logging.INFO)
     if job.address is None:
         balancer = Balancer.embedded(job=job.name, options=job.options)
@@ -65,7 +64,7 @@ def run_job(rank: int, job: Job) -> dict[str, Any]:
     with balancer:
         loader: BalancedLoader[Any] = BalancedLoader(batches_of(rank), balancer, cost=cost)
         stream = iter(loader)
-        for batch in itertools.islice(stream, job.steps):
+        for batch in itertools.islice(stream, STEPS):
             clock = float(terms(batch).sum(0).numpy() @ CLOCK) + 2.0
             loader.took(1e-3 * clock * job.slow[rank] * float(rng.lognormal(0, job.noise)))
             # By the costs that it was planned with, and by those that are true.
@@ -87,47 +86,53 @@ def followed(results: list[dict[str, Any]], step: int) -> set[bool]:
     return {abs(one["records"][step]["load"] / one["records"][step]["tokens"] - 1) < 1e-6 for one in results}
 
 
-@pytest.mark.parametrize("window", [1, 2])
+def run_jobs(rank: int, jobs: list[Job]) -> dict[str, dict[str, Any]]:
+    return {job.name: run_job(rank, job) for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def jobs(balancer: ServiceProcess) -> dict[str, list[dict[str, Any]]]:
+    """What each rank did, of each job."""
+    windows = BalanceOptions(window=2, timeout=timedelta(seconds=20))
+    ranks = run_ranks(3, run_jobs, [
+        Job(name="embedded"), Job(name="service", address=balancer.address, options=windows),
+        Job(name="a slow rank", slow=(1.0, 1.0, 2.0), options=BalanceOptions(learn_speeds=False)),
+        Job(name="noise", noise=2.0), Job(name="other costs", plain=1),
+    ])  # fmt: skip
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
 @pytest.mark.parametrize("mode", ["embedded", "service"])
-def test_ranks_learn_what_tokens_and_pairs_take(balancer: ServiceProcess, mode: str, window: int) -> None:
-    address = balancer.address if mode == "service" else None
-    options = BalanceOptions(window=window, timeout=timedelta(seconds=20))
-    job = Job(address=address, name=f"learned-{mode}-{window}", options=options)
-    results = run_ranks(3, run_job, job)
-    for step in range(job.steps):
-        assert (
-            sorted(one for result in results for one in result["records"][step]["ids"])
-            == [1_000_000 * rank + 1000 * step + at for rank in range(3) for at in range(SIZE)]
-            or window > 1
-        )
+def test_ranks_learn_what_tokens_and_pairs_take(jobs: dict[str, list[dict[str, Any]]], mode: str) -> None:
+    results = jobs[mode]
+    for step in range(STEPS):
+        ids = sorted(one for result in results for one in result["records"][step]["ids"])
+        own = [1_000_000 * rank + 1000 * step + at for rank in range(3) for at in range(SIZE)]
+        assert ids == own or mode == "service"  # whose windows are of two batches
         assert {result["records"][step]["mode"] for result in results} == {mode}
         assert len(followed(results, step)) == 1, "all ranks' costs are of one kind in every step"
     assert followed(results, 0) == {True}
-    assert followed(results, job.steps - 1) == {False}
+    assert followed(results, STEPS - 1) == {False}
     assert all(result["fit"] == results[0]["fit"] for result in results)
-    coefficients = np.array(results[0]["fit"])
-    assert np.allclose(coefficients[2], CLOCK[2], rtol=0.1)
+    assert np.allclose(results[0]["fit"][2], CLOCK[2], rtol=0.1)
     before = np.mean([excess(results, step) for step in range(8)])
-    after = np.mean([excess(results, step) for step in range(job.steps - 12, job.steps)])
+    after = np.mean([excess(results, step) for step in range(STEPS - 12, STEPS)])
     assert after < 0.5 * before
     (told,) = results[0]["said"]
     assert "ms per pairs" in told
 
 
-def test_a_slow_rank_does_not_count_for_the_cost_and_speeds_need_not_be_learned() -> None:
-    options = BalanceOptions(learn_speeds=False)
-    results = run_ranks(3, run_job, Job(slow=(1.0, 1.0, 2.0), options=options))
-    assert np.allclose(results[0]["fit"][2], CLOCK[2], rtol=0.1)
+def test_a_slow_rank_does_not_count_for_the_cost_and_speeds_need_not_be_learned(jobs: dict[str, Any]) -> None:
+    assert np.allclose(jobs["a slow rank"][0]["fit"][2], CLOCK[2], rtol=0.1)
 
 
-def test_noise_explains_nothing_and_the_prior_holds() -> None:
-    results = run_ranks(2, run_job, Job(slow=(1.0, 1.0), noise=2.0))
-    assert all(result["fit"] is None and not result["said"] for result in results)
-    assert followed(results, 59) == {True}
+def test_noise_explains_nothing_and_the_prior_holds(jobs: dict[str, Any]) -> None:
+    assert all(result["fit"] is None and not result["said"] for result in jobs["noise"])
+    assert followed(jobs["noise"], STEPS - 1) == {True}
 
 
-def test_ranks_of_other_costs_learn_nothing_and_say_why() -> None:
-    results = run_ranks(3, run_job, Job(plain=1))
+def test_ranks_of_other_costs_learn_nothing_and_say_why(jobs: dict[str, Any]) -> None:
+    results = jobs["other costs"]
     assert all(result["fit"] is None for result in results)
     assert "the cost of rank 1 has the terms None" in results[0]["said"][0]
     assert [len(result["said"]) for result in results] == [1, 0, 0]

@@ -80,7 +80,7 @@ def test_ranks_share_each_global_batch_along_the_order(length: int, world_size: 
     assert [len(rank) for rank in ranks] == [sum(bool(step[k]) for step in steps) for k in range(world_size)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_global_batches_are_the_next_samples_that_fit_the_budget(data: Any) -> None:
     count = data.draw(st.integers(0, 120))
@@ -98,14 +98,14 @@ def test_global_batches_are_the_next_samples_that_fit_the_budget(data: Any) -> N
     assert _steps(without) == steps[:-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), budget=st.booleans())
 def test_any_number_of_ranks_goes_on_with_the_same_global_batches(data: Any, budget: bool) -> None:
     length, size = data.draw(st.integers(0, 200)), data.draw(st.integers(8, 40))
 
     def make(world_size: int) -> list[OrderedBatchSampler]:
         if budget:
-            return list(_budgeted(_lengths(300), world_size, budget=1500, min_samples=6, seed=1))
+            return list(_budgeted(_lengths(150), world_size, budget=1000, min_samples=6, seed=1))
         return list(_counted(length, world_size, size, seed=1))
 
     most = 6 if budget else 8
