@@ -376,10 +376,10 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
         if best is not None:
             found[name]["asked_bytes"] = best.asked
             if best.predicted is not None and best.predicted.seconds is not None:
-                work, costs = step_work(job.request, best.predicted), step_costs(job.request)
-                kernels = best.predicted.seconds + exchange_kernel_seconds(work, costs)
+                step, costs = step_work(job.request, best.predicted), step_costs(job.request)
+                kernels = best.predicted.seconds + exchange_kernel_seconds(step, costs)
                 found[name]["predicted_kernels_ms"] = kernels * 1e3
-                found[name]["predicted_host_ms"] = host_seconds(work, costs) * 1e3
+                found[name]["predicted_host_ms"] = host_seconds(step, costs) * 1e3
             trials[name] = best.built
     for trial in trials.values():
         trial.run(size.seconds)

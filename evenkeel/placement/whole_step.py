@@ -34,6 +34,7 @@ from evenkeel.placement.model import (
 from evenkeel.placement.options import rank_load
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.timing import mixing_seconds
 
 MEASURED = StepCosts(
     host_s=1.23e-3,
@@ -102,13 +103,25 @@ def step_work(request: PlanRequest, plan: Plan) -> StepWork:
     rate = max(rate for _, rate in known.hbm_gather or request.profile.hbm_gather)
     of_rows = sum(not pooled for _, pooled, _ in cached)
     return StepWork(
-        (plan.seconds or 0.0) + (plan.host_seconds or 0.0),
+        (plan.seconds or 0.0) - _mixing(request, plan) + (plan.host_seconds or 0.0),
         len(cached),
         exchanged,
         sum(cached.values()),
         of_rows,
         moved / rate,
     )
+
+
+def _mixing(request: PlanRequest, plan: Plan) -> float:
+    """Kernels of second modules in a plan's time: whole steps were fitted with the launches of both instead."""
+    fused: dict[object, list[tuple[Table, bool]]] = {}
+    for table, placement in zip(request.tables, plan.placements, strict=True):
+        fused.setdefault(table.fuse_key, []).append((table, placement.mode is Mode.CACHING))
+    costs, mixed = request.profile.costs(request.runtime), 0.0
+    for own in fused.values():
+        if len({cached for _, cached in own}) > 1:
+            mixed += mixing_seconds(request.profile, costs, [rank_load(request, table) for table, _ in own])
+    return mixed
 
 
 def host_seconds(work: StepWork, costs: StepCosts) -> float:
