@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from evenkeel.placement.storage import (
     state_bytes,
     torchrec_footprint,
 )
-from evenkeel.placement.timing import RankLoad, buffer_bytes, exchange_seconds, mode_seconds
+from evenkeel.placement.timing import RankLoad, buffer_bytes, exchange_seconds, mixing_seconds, mode_seconds
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -129,6 +130,12 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
         prefetch_depth=step.prefetch_depth,
         local_ranks=request.topology.local_ranks,
     )
+
+
+def mixing(request: PlanRequest, tables: Sequence[Table]) -> float:
+    """Seconds a step that it takes more if some of these tables, which fuse, are cached and others not."""
+    loads = [rank_load(request, table) for table in tables]
+    return mixing_seconds(request.profile, request.profile.costs(request.runtime), loads)
 
 
 def table_options(

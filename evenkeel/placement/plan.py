@@ -28,7 +28,8 @@ class Placement:
     Attributes:
         table: Name of the table.
         mode: Its mode.
-        ratio: Fraction of its rows that HBM holds.
+        ratio: Fraction of its rows that HBM holds; in a cache that tables share, of the rows of all of them, of which
+            this one has `cache_rows`.
         sharding: How it is spread over the ranks.
         column_shards: Parts that its width is cut into; 1 where it is not.
         ranks: Ranks that hold it, where it is not on all of them: of each part of the width in turn, the rank, or all

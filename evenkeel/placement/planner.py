@@ -17,12 +17,12 @@ from evenkeel.placement.model import Mode, Runtime, Table
 from evenkeel.placement.options import allowed_modes, rank_load
 from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
-from evenkeel.placement.problem import UNIT, Module, Problem, budgets, build_problem, modes_of
+from evenkeel.placement.problem import UNIT, Group, Module, Problem, budgets, build_problem, modes_of
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.search import PricedGroup, Solution
 from evenkeel.placement.shortage import explain_shortage
 from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
-from evenkeel.placement.timing import fixed_seconds, mixing_seconds
+from evenkeel.placement.timing import fixed_seconds
 from evenkeel.placement.trivial import trivial_placements
 
 EXACT_TABLES = 50
@@ -64,7 +64,7 @@ def plan(
             left = Watch(max(_MOMENT_S, watch.left()), should_stop=should_stop, clock=clock)
             found = replace(found, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
         return found
-    found, charges = _plan_of(request, problem, placed), mixing_charges(request, problem)
+    found = _plan_of(request, problem, placed)
     return replace(
         found,
         status=Status.OPTIMAL if gap <= max(request.solver.gap, _NO_GAP) * 1.001 else Status.FEASIBLE,
@@ -73,7 +73,7 @@ def plan(
         hbm=replace(found.hbm, seconds_per_gib=float(solution.prices[0]) * 1024),
         host=replace(found.host, seconds_per_gib=float(solution.prices[1]) * 1024),
         trivial=tuple(
-            TrivialPlan(name=name, seconds=None if known is None else charged(problem, charges, known).seconds)
+            TrivialPlan(name=name, seconds=None if known is None else _mixed(problem, known).seconds)
             for name, known in trivial.items()
         ),
     )
@@ -87,9 +87,8 @@ def trivial_plans(request: PlanRequest) -> dict[str, Plan]:
     """
     watch = Watch(request.solver.time_limit_s)
     problem = build_problem(request, watch=watch)
-    placements, charges = trivial_placements(request, problem, watch), mixing_charges(request, problem)
-    fitting = {name: charged(problem, charges, placed) for name, placed in placements.items() if placed is not None}
-    return {name: _plan_of(request, problem, placed) for name, placed in fitting.items()}
+    placements = trivial_placements(request, problem, watch).items()
+    return {name: _plan_of(request, problem, _mixed(problem, placed)) for name, placed in placements if placed}
 
 
 def _check_pins(request: PlanRequest, problem: Problem) -> None:
@@ -127,69 +126,46 @@ def fastest(
 
     Without `dense_ms` kernels are the step. With it the host may bind, for which fewer modules are better.
     """
-    dense_ms, charges = request.step.dense_ms, mixing_charges(request, problem)
-    part = watch if dense_ms is None and not charges else watch.part(0.5)
+    dense_ms = request.step.dense_ms
+    once = dense_ms is None and not any(group.mixing for group in problem.groups)
+    part = watch if once else watch.part(0.5)
     placed, solution = solve_and_place(problem, request.topology, part, gap=gap, starts=starts)
     if placed is None:
         return None, solution, 0.0
-    candidates = [charged(problem, charges, each) for each in (placed, *starts)]
-    placed, bound = _fewest_mixed(request, problem, candidates, solution.bound, charges, watch, gap)
+    candidates = [_mixed(problem, each) for each in (placed, *starts)]
+    placed, bound = _fastest_kernels(request, problem, candidates, solution.bound, watch, gap)
     cost, least = placed.seconds, bound
     if dense_ms is not None:
         placed, cost, least = _shortest_step(request, problem, [placed, *candidates], bound, watch, gap)
     return placed, replace(solution, bound=bound), 0.0 if cost <= least * (1 + _NO_GAP) else 1 - least / cost
 
 
-def mixing_charges(request: PlanRequest, problem: Problem) -> dict[tuple[int, ...], float]:
-    """Of each group of tables that fuse, what it takes more if some of them are cached and others not."""
-    costs, found = request.profile.costs(request.runtime), {}
-    for group in problem.groups:
-        tables = [request.tables[index] for index in group.tables]
-        kinds = {module.mode is Mode.CACHING for module in group.modules}
-        if len({table.fuse_key for table in tables}) == 1 < len(kinds):
-            loads = [rank_load(request, table) for table in tables]
-            found[group.tables] = mixing_seconds(request.profile, costs, loads)
-    return {tables: seconds for tables, seconds in found.items() if seconds}
-
-
-def charged(problem: Problem, charges: dict[tuple[int, ...], float], placed: Placed) -> Placed:
+def _mixed(problem: Problem, placed: Placed) -> Placed:
     """A placement whose time includes that of mixing."""
-    mixed = 0.0
-    for group, mine in zip(problem.groups, placed.choice, strict=True):
-        if len({group.modules[column].mode is Mode.CACHING for column in np.unique(mine).tolist()}) > 1:
-            mixed += charges.get(group.tables, 0.0)
-    return replace(placed, seconds=placed.seconds + mixed)
+    return replace(placed, seconds=placed.seconds + problem.mixing(placed.choice))
 
 
-def _fewest_mixed(
-    request: PlanRequest,
-    problem: Problem,
-    candidates: list[Placed],
-    bound: float,
-    charges: dict[tuple[int, ...], float],
-    watch: Watch,
-    gap: float,
+def _fastest_kernels(
+    request: PlanRequest, problem: Problem, candidates: list[Placed], bound: float, watch: Watch, gap: float
 ) -> tuple[Placed, float]:
     """The placement with the fastest kernels and a bound: groups in caches, without, and mixed compete.
 
     Of more than two groups those that cost most to mix are looked at.
     """
-    best, floors = min(candidates, key=lambda placed: placed.seconds), []
-    dearest = sorted(charges, key=lambda tables: -charges[tables])[:2]
-    for kinds in itertools.product((None, True, False), repeat=len(dearest)):
-        chosen = dict(zip(dearest, kinds, strict=True))
-        mixed = sum(charges[tables] for tables, cached in chosen.items() if cached is None)
-        least = bound + mixed
-        if least < best.seconds * (1 - gap) and any(kind is not None for kind in kinds) and not watch.is_over():
-            fewer = problem.without(
-                lambda group, module, chosen=chosen: (
-                    chosen.get(group.tables)  # type: ignore[misc]
-                    not in (None, module.mode is Mode.CACHING)
-                )
-            )
-            found, proved = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
-            least = max(least, proved.bound + mixed)
-            best = best if found is None else min(best, charged(problem, charges, found), key=lambda each: each.seconds)
+    best, floors = min(candidates, key=lambda each: each.seconds), []
+    dearest = sorted((group for group in problem.groups if group.mixing), key=lambda group: -group.mixing)[:2]
+    for kinds in itertools.product((None, True, False), repeat=len(dearest)):  # mixed, all cached, none
+        cached = {group.tables: kind for group, kind in zip(dearest, kinds, strict=True) if kind is not None}
+        mixing = sum(group.mixing for group in dearest if group.tables not in cached)
+        least = bound + mixing
+        if cached and least < best.seconds * (1 - gap) and not watch.is_over():
+
+            def closed(group: Group, module: Module, cached: dict[tuple[int, ...], bool] = cached) -> bool:
+                return cached.get(group.tables, module.mode is Mode.CACHING) is not (module.mode is Mode.CACHING)
+
+            found, proved = solve_and_place(problem.without(closed), request.topology, watch.part(0.5), gap=gap)
+            least = max(least, proved.bound + mixing)
+            best = best if found is None else min(best, _mixed(problem, found), key=lambda each: each.seconds)
         floors.append(least)
     return best, min([best.seconds, *floors])
 
@@ -225,8 +201,7 @@ def _shortest_step(
             fewer = problem.without(lambda _, module, modes=modes: module.mode not in modes)  # type: ignore[misc]
             found, proved = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
             kernels = max(bound, proved.bound)
-            found = found and charged(problem, mixing_charges(request, problem), found)
-            best = best if found is None else min(best, found, key=seconds)
+            best = best if found is None else min(best, _mixed(problem, found), key=seconds)
         floors.append(max(host, dense + kernels))
     cost = seconds(best)[0]
     return best, cost, min([cost, *floors])

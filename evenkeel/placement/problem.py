@@ -25,6 +25,7 @@ from evenkeel.placement.options import (
     PAGE,
     Option,
     allowed_modes,
+    mixing,
     rank_load,
     ratio_grid,
     table_layouts,
@@ -76,7 +77,8 @@ class Group:
         hbm: (tables, modules) HBM on the average rank, in units.
         host: (tables, modules) memory on the average host, in units.
         held: (tables, modules) fraction of a table's rows that HBM holds.
-        scale: (3, modules) what these three are multiplied by to be those of one shard.
+        scale: (3, modules) what seconds, HBM and memory are multiplied by to be those of one shard.
+        mixing: Seconds a step more where some of the tables are cached and others not, which no search knows of.
     """
 
     tables: tuple[int, ...]
@@ -86,6 +88,7 @@ class Group:
     host: FloatArray
     held: FloatArray
     scale: FloatArray
+    mixing: float = 0.0
 
     def shard(self, row: int, module: int) -> FloatArray:
         """(3,) time, HBM and host memory of a shard of a table."""
@@ -143,6 +146,14 @@ class Problem:
         """The cost of a choice on the average rank."""
         pairs = zip(self.groups, choice, strict=True)
         return float(sum(group.seconds[np.arange(len(mine)), mine].sum() for group, mine in pairs))
+
+    def mixing(self, choice: Choice) -> float:
+        """Seconds more for groups of which some tables are cached and others not."""
+        return sum(
+            group.mixing
+            for group, mine in zip(self.groups, choice, strict=True)
+            if len({group.modules[column].mode is Mode.CACHING for column in mine.tolist()}) > 1
+        )
 
     def usage(self, choice: Choice) -> FloatArray:
         """(2,) HBM and host memory of a choice on the average rank and host, in units."""
@@ -241,7 +252,9 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
     seconds[rows, columns], held[rows, columns] = values[:, 0], values[:, 3]
     hbm[rows, columns], host[rows, columns] = values[:, 1:3].T / UNIT
     scale = np.array([whole_shards(request, module.layout) for module in modules]).T
-    return Group(tuple(indices), tuple(modules), seconds, hbm, host, held, scale)
+    mixes = shares_caches and len({module.mode is Mode.CACHING for module in modules}) > 1
+    more = mixing(request, [request.tables[index] for index in indices]) if mixes else 0.0
+    return Group(tuple(indices), tuple(modules), seconds, hbm, host, held, scale, more)
 
 
 def shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) -> dict[int, FloatArray]:

@@ -129,7 +129,8 @@ def mode_seconds(
     in_hbm += 2 * updated * hbm_row(load.row_bytes)
     in_host = load.fetched * gathered * host_row(load.embedding_bytes)
     in_host += costs.host_update * updated * host_row(load.row_bytes)
-    in_host = costs.host_factor * in_host + load.narrow * costs.narrow_host_s
+    # Repeats under way make reads of host memory cheap, but not cheaper than the same reads of HBM.
+    in_host = max(costs.host_factor * in_host + load.narrow * costs.narrow_host_s, in_hbm)
     state_in_hbm = state_in_host = 0.0
     if load.uncached_state_bytes:
         state_in_hbm = 2 * load.unique * hbm_row(load.uncached_state_bytes)
@@ -158,7 +159,7 @@ def mixing_seconds(profile: HardwareProfile, costs: RuntimeCosts, loads: Sequenc
     """Seconds a step that it takes more if some of the tables that fuse are cached and others not.
 
     They are then two modules of kernels, whose outputs are copied together and into the order of the tables; gradients
-    take the same way back. Each of these four passes reads and writes all output rows.
+    take the same way back. Each of these four passes (two without training) reads and writes all output rows.
     """
     if not costs.second_module_s:
         return 0.0

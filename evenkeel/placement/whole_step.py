@@ -31,10 +31,9 @@ from evenkeel.placement.model import (
     Table,
     Topology,
 )
-from evenkeel.placement.options import rank_load
+from evenkeel.placement.options import mixing, rank_load
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.timing import mixing_seconds
 
 MEASURED = StepCosts(
     host_s=1.23e-3,
@@ -117,11 +116,9 @@ def _mixing(request: PlanRequest, plan: Plan) -> float:
     fused: dict[object, list[tuple[Table, bool]]] = {}
     for table, placement in zip(request.tables, plan.placements, strict=True):
         fused.setdefault(table.fuse_key, []).append((table, placement.mode is Mode.CACHING))
-    costs, mixed = request.profile.costs(request.runtime), 0.0
-    for own in fused.values():
-        if len({cached for _, cached in own}) > 1:
-            mixed += mixing_seconds(request.profile, costs, [rank_load(request, table) for table, _ in own])
-    return mixed
+    return sum(
+        mixing(request, [table for table, _ in own]) for own in fused.values() if len({cached for _, cached in own}) > 1
+    )
 
 
 def host_seconds(work: StepWork, costs: StepCosts) -> float:

@@ -24,6 +24,11 @@ def _moves() -> Preparation:
 
 def prepare_moves() -> None:
     """Waits until moving samples compiles nothing, on every rank."""
+    if not _moves().ready:
+        logger.warning(
+            "compiling the kernels that move samples, as once after each installation: the first batch waits, mostly "
+            "for a minute or two. `evenkeel warm-up` does it ahead of time"
+        )
     _moves().wait()
 
 

@@ -113,6 +113,8 @@ def _column(path: Path, column: str | None) -> Any:
         if column not in names if column is not None else len(names) != 1:
             given = "is not given" if column is None else f"is {column!r}"
             raise ValueError(f"--column {given}; name one of {', '.join(names)}")
+        if path.suffix == ".csv" and column is None and names[0].replace(".", "", 1).isdecimal():
+            raise ValueError(f"{path} begins with {names[0]} where the name of its column should be; give it one")
         values = data.to_table(columns=[column or names[0]]).column(0)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None

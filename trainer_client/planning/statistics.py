@@ -325,6 +325,9 @@ def _keyed_jagged(value: Any, depth: int) -> Iterator[Any]:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     if isinstance(value, KeyedJaggedTensor):
+        if value.lengths_or_none() is None and value.offsets_or_none() is None:
+            what = "of a KeyedJaggedTensor are none: its third argument is weights"
+            raise InvalidInputError("lengths", None, what, "name what you give: lengths=… or offsets=…")
         yield value
         return
     if depth == 0 or isinstance(value, torch.Tensor | str | bytes):

@@ -8,9 +8,9 @@ import numpy.typing as npt
 
 from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf
 from evenkeel.placement.layouts import ROW_WISE, Scope
-from evenkeel.placement.options import Option, rank_load, ratio_grid, table_layouts, table_options
+from evenkeel.placement.options import Option, ratio_grid, table_layouts, table_options
+from evenkeel.placement.options import mixing as mixing_time
 from evenkeel.placement.problem import SLACK, UNIT, budgets, shared_caches, whole_shards
-from evenkeel.placement.timing import mixing_seconds
 
 
 def random_tables(count: int, seed: int, **same: object) -> tuple[Table, ...]:
@@ -90,7 +90,6 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
             for layout in table_layouts(request, table := request.tables[index]):
                 held = shared.get(index) if layout == ROW_WISE else None
                 every[index] += table_options(request, table, ratios, layout, shared=held)
-    costs = request.profile.costs(request.runtime)
     budget, best = budgets(request), np.inf
     for choice in itertools.product(*every):
         if not _is_agreed(request, choice):
@@ -110,8 +109,7 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
         hosts = total[:, 2].reshape(len(total), -1, request.topology.local_ranks).sum(axis=2)
         for indices in fused.values() if mixing else ():
             if len({choice[index].mode is Mode.CACHING for index in indices}) > 1:
-                loads = [rank_load(request, request.tables[index]) for index in indices]
-                total[:, 0] += mixing_seconds(request.profile, costs, loads)
+                total[:, 0] += mixing_time(request, [request.tables[index] for index in indices])
         fits = (total[:, 1].max(axis=1) <= budget[0] + SLACK) & (hosts.max(axis=1) <= budget[1] + SLACK)
         best = min(best, float(np.where(fits, total[:, 0].max(axis=1), np.inf).min()))
     return best

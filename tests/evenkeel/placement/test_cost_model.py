@@ -108,3 +108,12 @@ def test_only_caches_that_need_not_hold_a_step_may_be_smaller_than_one() -> None
     assert smallest["torchrec"] < 0.1 * unique
     assert unique <= smallest["dynamicemb"] < 1.3 * unique
     assert 2 * unique <= smallest["prefetching"] < 2.3 * unique
+
+
+def test_a_small_table_that_is_looked_up_often_is_not_faster_in_host_memory() -> None:
+    request, table = _asked(1.2, 8, 32)
+    load, costs = rank_load(request, replace(table, rows=3)), request.profile.costs(Runtime.TORCHREC)
+    one, none = np.ones(1), np.zeros(1)
+    in_hbm = mode_seconds(request.profile, costs, load, Mode.HBM_ONLY, one, one * table.rows)
+    in_host = mode_seconds(request.profile, costs, load, Mode.HOST_ONLY, none, none)
+    assert in_host >= in_hbm

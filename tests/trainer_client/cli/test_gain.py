@@ -99,6 +99,7 @@ def test_mistakes_name_the_remedy(file: Path) -> None:
     np.save(file.with_name("less.npy"), np.array([1, -1]))
     file.with_name("a.csv").write_text("a,b\n1,2\n")
     file.with_name("words.csv").write_text("a\n5\n6\nx\n")
+    file.with_name("headless.csv").write_text("5\n6\n")
     file.with_name("a.txt").write_text("1\n")
     file.with_name("a.parquet").write_text("nothing")
     for arguments, text in (
@@ -110,6 +111,7 @@ def test_mistakes_name_the_remedy(file: Path) -> None:
         ((file.with_name("a.csv"),), "name one of a, b"),
         ((file.with_name("a.csv"), "--column", "c"), "name one of a, b"),
         ((file.with_name("words.csv"),), "holds 'x' in row 3 where a number should be"),
+        ((file.with_name("headless.csv"),), "begins with 5 where the name of its column should be"),
         ((file.with_name("a.txt"),), "must end in .npy, .csv or .parquet"),
         ((file.with_name("a.parquet"),), "cannot be read"),
     ):

@@ -82,6 +82,9 @@ def _run(rank: int, folder: Path) -> None:
     broken: Any = [{"keys": "none"}] if rank == 1 else batches(3)
     with pytest.raises(InvalidInputError, match="holds no KeyedJaggedTensor"):
         plan_model(Model(), broken)
+    weighted = KeyedJaggedTensor(["a"], torch.tensor([1]), torch.tensor([1.0]))
+    with pytest.raises(InvalidInputError, match=r"name what you give: lengths=… or offsets=…"):
+        plan_model(Model(), [weighted])
 
     def lost() -> Iterator[_Batch]:
         yield from batches(2)
