@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenkeel.key_statistics.sampler import hashed, unhashed
-from evenkeel.key_statistics.trace import KeyTrace
+from evenkeel.key_statistics.trace import ALL, HeavyKeys, KeyTrace
 
 Array = npt.NDArray[Any]
 
@@ -27,9 +27,14 @@ def lookup_shares(trace: KeyTrace, rows: int) -> dict[str, Any]:
     """
     if not trace.heavy.lookups:
         return {}
-    order = np.argsort(-trace.heavy.times, kind="stable")[:_MOST]
-    hot = order[trace.heavy.times[order] >= _SURELY]
-    rest = ~np.isin(trace.key, hashed(trace.heavy.keys[hot]))
+    heavy = trace.heavy
+    if trace.limit == ALL:  # all keys are known, also those that come in every step and lead in none
+        key, where = np.unique(trace.key, return_inverse=True)
+        times = np.bincount(where, trace.times, len(key))
+        heavy = HeavyKeys(keys=unhashed(key), times=times, lookups=int(times.sum()))
+    order = np.argsort(-heavy.times, kind="stable")[:_MOST]
+    hot = order[heavy.times[order] >= _SURELY]
+    rest = ~np.isin(trace.key, hashed(heavy.keys[hot]))
     row = unhashed(trace.key[rest]).view(np.uint64) % np.uint64(rows)
     by_row = np.argsort(row)
     below = np.cumsum(trace.times[rest][by_row], dtype=np.float64)
@@ -39,7 +44,7 @@ def lookup_shares(trace: KeyTrace, rows: int) -> dict[str, Any]:
         place = row[by_row] / rows
         quantiles = np.append(place[0], place[np.searchsorted(below, parts / parts[-1] * below[-1] - 0.5)] + 1 / rows)
     return {
-        "hot_keys": tuple(trace.heavy.keys[hot].tolist()),
-        "hot_shares": tuple((trace.heavy.times[hot] / trace.heavy.lookups).tolist()),
+        "hot_keys": tuple(heavy.keys[hot].tolist()),
+        "hot_shares": tuple((heavy.times[hot] / heavy.lookups).tolist()),
         "row_quantiles": tuple(np.minimum(quantiles, 1.0).tolist()),
     }

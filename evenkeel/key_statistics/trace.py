@@ -21,7 +21,7 @@ class HeavyKeys:
 
     Attributes:
         keys: (keys,) int64 keys.
-        times: (keys,) lookups of each in these steps, in all ranks.
+        times: (keys,) lookups of each in these steps, in all ranks, while it was among the heaviest: no more than all.
         lookups: Lookups of all keys in these steps.
     """
 

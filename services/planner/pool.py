@@ -140,7 +140,10 @@ class Pool:
             what = "has numbers whose product is out of range"
             raise InvalidInputError("request", str(error), what, remedy) from None
         except (MemoryError, SystemError) as error:  # extensions that have no memory left for an error raise the latter
-            log.warning("planner worker out of memory", error=repr(error))
+            if isinstance(error, SystemError):
+                log.error("planner worker out of memory, or wrong in an extension", error=repr(error))
+            else:
+                log.warning("planner worker out of memory", error=repr(error))
             tables = len(request.tables) if isinstance(request, PlanRequest) else 1
             remedy = "send fewer tables, fewer solver.ratio_steps or histograms of fewer bins"
             wrong = InvalidInputError("tables", tables, "need more memory than a request may take", remedy)

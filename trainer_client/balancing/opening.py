@@ -148,7 +148,7 @@ class Opening:
 
 
 def _common_template(hellos: Sequence[_Hello], num_peers: int) -> FlatBatch:
-    """An empty batch of a schema that some rank's first batch has; `decide` compares those of all in round 0."""
+    """An empty batch of a schema that some rank's first batch has; `decide` compares those with samples in round 0."""
     first = hellos[0]
     for number, hello in enumerate(hellos):
         rank = number // num_peers

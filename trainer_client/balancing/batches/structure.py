@@ -77,8 +77,9 @@ def structure_of(contents: Contents, tree: Tree | None, declared: Declarations) 
     all_paths = sorted({*contents.paths, *(leaf.path for leaf in leaves)})
     declared.check_used(_used(fields, leaves, columns, declared), absent, all_paths)
     for what, paths in ("jagged fields", jagged), ("fields", [path for leaf in leaves for path in leaf.field_paths]):
-        if twice := [path for index, path in enumerate(paths) if path in paths[:index]]:
-            raise BatchError(f"two {what} have the path {twice[0]!r}; rename one")
+        if len(set(paths)) < len(paths):
+            twice = next(path for index, path in enumerate(paths) if path in paths[:index])
+            raise BatchError(f"two {what} have the path {twice!r}; rename one")
     numbers = [[order[path] for path in paths] for _, paths in contents.lengths]
     numbers += [[order[leaf.path]] for leaf in leaves if leaf.rows and leaf.path in order]
     return Structure(

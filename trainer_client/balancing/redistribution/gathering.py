@@ -132,10 +132,11 @@ def describe_samples(batches: Sequence[Samples], fields: FieldTable, source: Int
     # (batches, C) units of each column, of all samples and of those chosen; the last column has one a sample
     loaded = np.array([np.append(one.totals, len(one.lengths)) for one in batches])
     picked = np.array([np.append(one.lengths[one.chosen].sum(axis=0), one.chosen.size) for one in batches])
-    if (largest := int(max(loaded.sum(axis=0).max(), picked.sum(axis=0).max()))) >= MAX_UNITS:
-        raise ValueError(f"a jagged field has {largest} values in these batches; there may be {MAX_UNITS - 1} at most")
     cuts = units_of_pieces(fields.column, fields.unit_bytes, loaded.shape[1], most)
-    copied = np.flatnonzero(cuts)
+    copied = np.flatnonzero(cuts)  # only these are limited: what is beside them is not touched
+    units = np.maximum(loaded.sum(axis=0), picked.sum(axis=0))[copied]
+    if (largest := int(units.max(initial=0))) >= MAX_UNITS:
+        raise ValueError(f"a jagged field has {largest} values in these batches; there may be {MAX_UNITS - 1} at most")
     num_pieces = (int(picked[:, -1].sum()) + count) * copied.size
     num_pieces += int((picked.sum(axis=0)[copied] // cuts[copied]).sum())
     words = np.empty(Copies.num_words(fields.column.size, count, 1, num_pieces), np.int64)

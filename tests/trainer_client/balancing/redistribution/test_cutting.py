@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from evenkeel.partitioning.splits import ALL, FIRST, LAST, Cuts, part_ranges
 from tests.trainer_client.random_batches import FieldPlan, as_bytes, build_batch, plans, spec_for
 from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, MaxLength, Padded, flatten
-from trainer_client.balancing.redistribution import cut
+from trainer_client.balancing.redistribution import cut, gathering
 
 
 def random_cuts(rng: np.random.Generator, samples: int) -> Cuts:
@@ -182,3 +182,11 @@ def test_ranks_that_declare_another_sequence_have_another_schema() -> None:
 def test_what_cannot_be_cut_is_refused(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=re.escape(message)):
         flatten(a_batch(), replace(SPEC, **spec))
+
+
+def test_only_what_is_copied_counts_towards_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "MAX_UNITS", 100)
+    spec = BatchSpec(rows_per_sample={"items": "n"}, sequence={"items"})
+    flat = flatten({"n": torch.tensor([90]), "items": torch.zeros(90), "label": torch.ones(1)}, spec)
+    parts = Cuts(samples=np.zeros(4, np.int64), begins=np.array([0, 30, 60, 80]))
+    assert cut(flat, parts).lengths.ravel().tolist() == [30, 30, 20, 10]
