@@ -296,7 +296,7 @@ def check_parts(plan: RoundPlan, spans: SpanCosts, which: set[int], options: Any
     assert (figures.split_samples, figures.pieces) == (len(set(pieces[:, 1].tolist())), len(pieces))
     time = (plan.loads_after[0] / np.asarray(options.get("speeds", np.ones(num_ranks))) + traffic.times()).max()
     assert math.isclose(figures.max_load_after, time + split.fixed, rel_tol=1e-6)
-    assert "memory_caps" not in options or (used <= np.asarray(options["memory_caps"]) * (1 + 1e-6)).all()
+    assert "memory_caps" not in options or (used <= np.asarray(options["memory_caps"]) * (1 + 1e-9)).all()
 
 
 def run(first: int, count: int) -> None:

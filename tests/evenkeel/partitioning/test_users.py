@@ -65,3 +65,38 @@ def test_batches_with_samples_in_parts_are_planned_as_without_users(num_steps: i
             rows, rows_before = (rows_of(users[of[own]], lengths[of[own]], each) for each in (ranks, ranks_before))
             assert rows < rows_before
     assert sorted(one.split_samples > 0 for one in plan.batches) == [False, True][-num_steps:]
+
+
+@pytest.mark.parametrize("num_steps", [2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_batch_of_a_round_is_planned_by_its_own_users(num_steps: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 12, (4, num_steps))
+    homes, steps = (
+        np.repeat(np.arange(4), counts.sum(axis=1)),
+        np.concatenate([np.repeat(np.arange(num_steps), row) for row in counts]),
+    )
+    costs = np.array([40, 90, 30])[rng.integers(0, 3, homes.size)]
+    call = {
+        "costs": costs,
+        "homes": homes,
+        "steps": steps,
+        "num_ranks": 4,
+        "num_steps": num_steps,
+        "speeds": np.ones(4),
+    }
+    users = rng.integers(0, 6, homes.size)
+    plan, without = plan_of({**call, "users": users}), plan_of(call)
+    told = steps if plan.steps is None else plan.steps
+    assert (told == (steps if without.steps is None else without.steps)).all()
+    for step, (figures, before) in enumerate(zip(plan.batches, without.batches, strict=True)):
+        own = told == step
+        loads = np.bincount(plan.destinations[own], costs[own], 4)
+        assert np.allclose(plan.loads_after[step], loads, atol=0)
+        assert figures.max_load_after == loads.max() <= before.max_load_after
+        assert (
+            np.bincount(plan.destinations[own], minlength=4) == np.bincount(without.destinations[own], minlength=4)
+        ).all()
+        assert rows_of(users[own], costs[own], plan.destinations[own]) <= rows_of(
+            users[own], costs[own], without.destinations[own]
+        )
