@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def interrupted(rank: int, where: str) -> tuple[int, list[list[int]]]:
 
     compiled = threading.Event()
     if where == "compiling":
-        kernels._moves = lambda: compiled  # type: ignore[assignment,return-value]
+        kernels._moves = lambda: SimpleNamespace(ready=False, wait=compiled.wait)  # type: ignore[assignment,return-value]
     attempts, loops = 0, []
     with balancer_of(None) as balancer:
         loader = BalancedLoader(source(rank, 0), balancer, cost=cost_of, spec=SPEC)
