@@ -26,7 +26,7 @@ from evenkeel.placement import (
     Zipf,
     plan,
 )
-from evenkeel.placement.application import dynamicemb_options, lines_to_paste, torchrec_options
+from evenkeel.placement.application import lines_to_paste
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from trainer_client.planning import (
     PlannerClient,
@@ -36,6 +36,7 @@ from trainer_client.planning import (
     dynamicemb_constraints,
     fused_params,
     miss_curve,
+    parameter_constraints,
     sharding_plan,
 )
 
@@ -110,14 +111,12 @@ def test_dynamicemb_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> Non
     tables = tuple(replace(t, dist_type="continuous") for t in describe_model(_Model()))
     request = replace(_request(tables), runtime=Runtime.DYNAMICEMB)
     found = plan(request)
-    values = dynamicemb_options(request, found)["bag_0"]
-    assert values.dist_type == "continuous"
-    assert values.global_hbm_for_values == 2 * found.placements[0].hbm_value_bytes
     with pytest.raises(ModuleNotFoundError):
         dynamicemb_constraints(request, found)
     _dynamicemb(monkeypatch)
     built = dynamicemb_constraints(request, found)
     assert built["seq"].dynamicemb_options.dist_type == "continuous"
+    assert built["bag_0"].dynamicemb_options.global_hbm_for_values == 2 * found.placements[0].hbm_value_bytes
     pasted: dict[str, Any] = {}
     exec(lines_to_paste(request, found), pasted)
     assert pasted["constraints"].keys() == built.keys()
@@ -223,7 +222,7 @@ def test_a_planner_that_is_absent_is_told_and_where_it_was_looked_for() -> None:
 @pytest.mark.parametrize("runtime", list(Runtime))
 def test_a_plan_in_which_nothing_fits_says_so_when_it_is_applied(runtime: Runtime) -> None:
     request = replace(_request(describe_model(_Model()), hbm_bytes=1 << 20, host_bytes=0), runtime=runtime)
-    apply = torchrec_options if runtime is Runtime.TORCHREC else dynamicemb_options
+    apply = parameter_constraints if runtime is Runtime.TORCHREC else dynamicemb_constraints
     said = r"plan\.status: holds no placements: .*HBM on every GPU.*give more memory"
     with pytest.raises(InvalidInputError, match=said):
         apply(request, plan(request))
