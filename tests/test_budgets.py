@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13534, 9500),
+    "evenkeel": (13479, 9500),
     "services": (4529, 4500),
     "services/balancer": (1749, 2000),
-    "trainer_client": (21543, 15000),
+    "trainer_client": (21440, 15000),
     "trainer_client/balancing": (11008, 8000),
-    "tests": (30118, 20000),
+    "tests": (30117, 20000),
     "benchmarks": (8043, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
