@@ -52,12 +52,13 @@ from evenkeel.placement.access import step_keys
 from evenkeel.placement.hardware import HardwareProfile, builtin_profiles, parse_profile
 from evenkeel.placement.whole_step import exchange_kernel_seconds, host_seconds, step_costs, step_work
 from trainer_client.planning import sharding_plan
-from trainer_client.planning.clock import as_cut, contenders, process_group, run_race
+from trainer_client.planning.clock import as_cut, contenders, run_race
+from trainer_client.planning.collective import process_group
 from trainer_client.planning.trials import Batch, DenseWork, TableModel, Trial
 
 Keys = npt.NDArray[Any]
 Planner = Callable[[int], tuple[Any, Plan | None] | None]
-"""From a budget of HBM in bytes to a plan for `Trial.of` and what the model says of it; None where there is no plan."""
+"""From a budget of HBM in bytes to a plan for `Trial` and what the model says of it; None where there is no plan."""
 
 SEED = 7
 HELD_BYTES = 4
@@ -364,7 +365,7 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
             gc.collect()  # of the plan before this, so that it does not count as negative
             before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
             built, predicted = made
-            trial = Trial.of(job.request, built, job.unseen, device, dense=dense)
+            trial = Trial(job.request, built, job.unseen, device, dense=dense)
             used = torch.cuda.memory_allocated() - before if device.type == "cuda" else budget
             return Try(asked, used, trial, predicted)
 

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,28 +130,9 @@ def torchrecs_parameters(request: PlanRequest, device: torch.device) -> dict[str
     return {name: value for module in made.plan.values() for name, value in module.items()}
 
 
-def race_of(
-    request: PlanRequest,
-    first: Plan,
-    batches: Sequence[Batch],
-    device: torch.device,
-    *,
-    seconds: float,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Plan, tuple[MeasuredPlan, ...]]:
-    """The race of a plan and its contenders, which rank 0 makes. Collective; all else as for `run_race`."""
-    if not seconds > 0:
-        raise InvalidInputError("clock", seconds, "is no time", "give the seconds that each plan trains, such as 5")
-    check_request(request, dist.get_world_size(group))
-    if not first.placements:
-        return first, ()
-    plans = from_first(lambda: contenders(request, first, torchrecs_parameters(request, device)), group)
-    return run_race(request, plans, batches, device, seconds=seconds, group=group)
-
-
 def run_race(
     request: PlanRequest,
-    plans: Mapping[str, Plan],
+    plans: Plan | Mapping[str, Plan],
     batches: Sequence[Batch],
     device: torch.device,
     *,
@@ -165,31 +146,40 @@ def run_race(
     three hundredths of the quickest, the shortest step does. A plan within a hundredth of the quickest that stands
     before it is preferred. Plans that do not fit into memory together are run one after another.
 
+    Args:
+        request: What was planned for.
+        plans: The plans by name; of one alone its contenders too, which rank 0 makes.
+        batches: Keys of this rank.
+        device: Of this rank.
+        seconds: Training time of each plan.
+        group: The ranks; all by default.
+
     Returns:
         The quickest plan, and all that were run.
+
+    Raises:
+        InvalidInputError: If these ranks cannot run the plans, or there is no time.
+        RuntimeError: If the memory suffices for none.
     """
-    dense_ms = request.step.dense_ms
+    if not seconds > 0:
+        raise InvalidInputError("clock", seconds, "is no time", "give the seconds that each plan trains, such as 5")
+    check_request(request, dist.get_world_size(group))
+    if isinstance(plans, Plan):
+        first = plans
+        if not first.placements:
+            return first, ()
+        plans = from_first(lambda: contenders(request, first, torchrecs_parameters(request, device)), group)
+    dense_ms, timings = request.step.dense_ms, dict[str, Timing]()
     dense = DenseWork(dense_ms or 0.0, device)
-    timings: dict[str, Timing] = {}
     for names in _together(request, plans, device, group):
-        trials = {name: _built(request, plans[name], batches, device, dense, group) for name in names}
-        timings |= _timed({name: trial for name, trial in trials.items() if trial is not None}, seconds)
-        del trials
+        few = {name: plans[name] for name in names}
+        timings |= _timed(request, few, batches, device, dense, seconds, group)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if not timings:
         raise RuntimeError("the clock: no plan could be run; the tables of each take more memory than there is")
-    by_kernels = dense_ms is None and all(timing.kernels_s is not None for timing in timings.values())
-
-    def seconds_of(name: str) -> float:
-        timing = timings[name]
-        return (timing.kernels_s or 0.0) if by_kernels else timing.step_s
-
-    least = min(map(seconds_of, timings))
-    close = [name for name in timings if seconds_of(name) <= (_CLOSE if by_kernels else _NOISE) * least]
-    shortest = min(timings[name].step_s for name in close)
-    quickest = next(name for name in close if timings[name].step_s <= _NOISE * shortest)
+    quickest = _quickest(timings, dense_ms is None)
     measured = tuple(
         MeasuredPlan(
             name=name,
@@ -204,31 +194,40 @@ def run_race(
     return plans[quickest], measured
 
 
-def _built(
+def _timed(
     request: PlanRequest,
-    made: Plan,
+    plans: Mapping[str, Plan],
     batches: Sequence[Batch],
     device: torch.device,
     dense: DenseWork,
+    seconds: float,
     group: dist.ProcessGroup | None,
-) -> Trial | None:
-    """A plan in training; None on all ranks where the memory of one did not suffice."""
-    trial = None
-    with contextlib.suppress(torch.OutOfMemoryError):
-        trial = Trial.of(request, made, batches, device, dense=dense, group=group)
-    return None if is_true_anywhere(trial is None, device, group) else trial
-
-
-def _timed(trials: Mapping[str, Trial], seconds: float) -> dict[str, Timing]:
-    """Times of trials that take turns."""
+) -> dict[str, Timing]:
+    """Times of plans that take turns, but for those that the memory of a rank does not suffice for."""
+    trials: dict[str, Trial] = {}
+    for name, made in plans.items():
+        with contextlib.suppress(torch.OutOfMemoryError):
+            trials[name] = Trial(request, made, batches, device, dense=dense, group=group)
+        if is_true_anywhere(name not in trials, device, group):
+            trials.pop(name, None)
     for trial in trials.values():
         trial.run(seconds / 2)
     begin, is_over = time.perf_counter(), not trials
     while not is_over:
         for trial in trials.values():
             trial.block()
-        is_over = is_true_anywhere(time.perf_counter() - begin > seconds / 2 * len(trials), trial.device, trial.group)
+        is_over = is_true_anywhere(time.perf_counter() - begin > seconds / 2 * len(trials), device, group)
     return {name: trial.timing() for name, trial in trials.items()}
+
+
+def _quickest(timings: Mapping[str, Timing], by_kernels: bool) -> str:
+    decisive, within = {name: timing.step_s for name, timing in timings.items()}, _NOISE
+    kernels = {name: timing.kernels_s for name, timing in timings.items() if timing.kernels_s is not None}
+    if by_kernels and len(kernels) == len(timings):
+        decisive, within = kernels, _CLOSE
+    close = [name for name, seconds in decisive.items() if seconds <= within * min(decisive.values())]
+    shortest = min(timings[name].step_s for name in close)
+    return next(name for name in close if timings[name].step_s <= _NOISE * shortest)
 
 
 def _together(
@@ -244,21 +243,6 @@ def _together(
         size = sum(table.rows * table.dim * 8 for table in request.tables) // request.topology.ranks * ranks
         fits = size * len(plans) < 0.5 * host_bytes()
     return [[name] for name in plans] if is_true_anywhere(not fits, device, group) else [list(plans)]
-
-
-@contextlib.contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """The process group that there is, or one of this process alone."""
-    if dist.is_initialized():
-        yield
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store: Any = dist.HashStore  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def check_request(request: PlanRequest, ranks: int) -> None:
@@ -284,7 +268,7 @@ def main() -> None:
     device = join_group(options.device)
     content = loads_plan(options.plan.read_text("utf-8"))
     traces: Mapping[str, KeyTrace] = merge(loads(path.read_bytes()) for path in options.statistics)
-    quickest, measured = race_of(
+    quickest, measured = run_race(
         content.request,
         content.plan,
         drawn_batches(content.request, _BATCHES, traces=traces, seed=dist.get_rank()),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -37,12 +38,17 @@ def on_all(make: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     except Exception as error:
         failure = error
     every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, (made, None if failure is None else _shared(failure)), group=group)
+    told = (
+        failure if failure is None or isinstance(failure, InvalidInputError) else f"{type(failure).__name__}: {failure}"
+    )
+    dist.all_gather_object(every, (made, told), group=group)
     for rank, (_, what) in enumerate(every):
+        if failure is not None and rank == dist.get_rank(group):
+            raise failure
+        if isinstance(what, InvalidInputError):
+            raise what from failure
         if what is not None:
-            if failure is not None and rank == dist.get_rank(group):
-                raise failure
-            raise _raised(what, rank) from failure
+            raise RuntimeError(f"planning failed on rank {rank}: {what}") from failure
     return [one for one, _ in every]
 
 
@@ -57,27 +63,10 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """What rank 0 makes, or its error, on all ranks."""
     if not in_group():
         return make()
-    box: list[Any] = [None, None]
-    failure: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            box[0] = make()
-        except Exception as error:
-            failure, box[1] = error, _shared(error)
+    box: list[Any] = [all_or_none(make if dist.get_rank(group) == 0 else lambda: None, group)]
     dist.broadcast_object_list(box, group=group, group_src=0)
-    if box[1] is not None:
-        raise failure or _raised(box[1], 0)
     made: T = box[0]
     return made
-
-
-def _shared(error: Exception) -> InvalidInputError | str:
-    """An error as it is sent to other ranks."""
-    return error if isinstance(error, InvalidInputError) else f"{type(error).__name__}: {error}"
-
-
-def _raised(what: InvalidInputError | str, rank: int) -> Exception:
-    return what if isinstance(what, InvalidInputError) else RuntimeError(f"planning failed on rank {rank}: {what}")
 
 
 def run_on_ranks(module: str, ranks: int, *arguments: object, limit_s: float | None = None) -> None:
@@ -103,3 +92,18 @@ def join_group(device: str) -> torch.device:
     torch.cuda.set_device(place)
     dist.init_process_group("nccl", device_id=place)
     return place
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The process group that there is, or one of this process alone."""
+    if dist.is_initialized():
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store: Any = dist.HashStore  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

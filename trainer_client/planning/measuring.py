@@ -25,8 +25,7 @@ import torch.distributed as dist
 from evenkeel.placement import Mode, Sharding, plan
 from evenkeel.placement.fields import encode
 from evenkeel.placement.whole_step import StepSample, TablePart, request_of
-from trainer_client.planning.clock import process_group
-from trainer_client.planning.collective import join_group, run_on_ranks
+from trainer_client.planning.collective import join_group, process_group, run_on_ranks
 from trainer_client.planning.trials import DenseWork, Trial, drawn_batches, wait
 
 ROW_BYTES = (128, 512, 2048)
@@ -166,7 +165,7 @@ def measure_steps(samples: Sequence[StepSample], device: torch.device, *, second
     for sample in (replace(each, ranks=dist.get_world_size()) for each in samples):
         request = request_of(sample)
         batches = drawn_batches(request, _BATCHES, seed=dist.get_rank())
-        trial = Trial.of(request, plan(request), batches, device, dense=DenseWork(0.0, device))
+        trial = Trial(request, plan(request), batches, device, dense=DenseWork(0.0, device))
         cached = any(part.mode is Mode.CACHING for part in sample.parts)
         trial.run(seconds if cached else seconds / 10)
         for _ in range(_BLOCKS):

@@ -34,8 +34,8 @@ from evenkeel.placement.report import Report, make_report
 from evenkeel.planner_client import PlannerClient
 from trainer_client.checks import is_whole
 from trainer_client.planning.applying import dynamicemb_constraints, parameter_constraints, sharding_plan
-from trainer_client.planning.clock import process_group, race_of
-from trainer_client.planning.collective import all_or_none, from_first, group_size, in_group, on_all
+from trainer_client.planning.clock import run_race
+from trainer_client.planning.collective import all_or_none, from_first, group_size, in_group, on_all, process_group
 from trainer_client.planning.describe import (
     describe_model,
     embedding_modules,
@@ -225,9 +225,9 @@ def plan_model(
     if clock is not None:
         with process_group(place):
             own = all_or_none(lambda: _batches(model, request, observed, group), group)
-            plan, measured = race_of(request, plan, own, place, seconds=clock, group=group)
+            plan, measured = run_race(request, plan, own, place, seconds=clock, group=group)
     whole, constraints = None, None
-    if runtime is Runtime.TORCHREC:
+    if request.runtime is Runtime.TORCHREC:
         ahead = device is None and not in_group() and request.topology.hbm_bytes > 0
         whole = all_or_none(lambda: sharding_plan(model, request, plan, device="cuda" if ahead else place.type), group)
         constraints = parameter_constraints(request, plan)

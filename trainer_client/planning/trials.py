@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -150,54 +150,42 @@ class DenseWork:
             torch.mm(self._factor, self._factor, out=self._product)
 
 
-@dataclass(slots=True)
 class Trial:
-    """A plan's tables in training on all ranks of a group.
+    """The tables of a plan in training on all ranks of a group, which call its methods together.
 
     Attributes:
-        model: The tables.
-        parallel: The same, sharded by the plan.
-        batches: Keys of this rank, over and over.
-        device: Of this rank.
+        parallel: The tables, sharded by the plan.
         dense: Work of every step beside the tables.
-        group: The ranks; all by default.
         steps: Seconds of a step, by block.
         launches: Seconds in which the host launched a step.
     """
 
-    model: TableModel
-    parallel: Any
-    batches: Iterator[Batch]
-    device: torch.device
-    dense: DenseWork
-    group: dist.ProcessGroup | None = None
-    steps: list[float] = field(default_factory=list)
-    launches: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         request: PlanRequest,
-        plan: Plan | Any,
+        plan: Plan | Callable[[nn.Module], Any],
         batches: Iterable[Batch],
         device: torch.device,
         *,
         dense: DenseWork,
         group: dist.ProcessGroup | None = None,
-    ) -> Trial:
-        """Shards the tables of a request by a plan. Collective."""
+    ) -> None:
+        """Shards the tables of a request by a plan, or by TorchRec's plan of a model; batches are used again."""
         from torchrec.distributed.model_parallel import DistributedModelParallel
         from torchrec.distributed.types import ShardingEnv
 
-        model = TableModel(request, device)
+        self._model, self._batches, self._device, self._group = (
+            TableModel(request, device),
+            cycle(batches),
+            device,
+            group,
+        )
+        self.dense, self.steps, self.launches = dense, list[float](), list[float]()
         ranks = group or dist.group.WORLD
         assert ranks is not None, "there is a process group"
-        sharded = sharding_plan(model, request, plan, device=device.type) if isinstance(plan, Plan) else plan(model)
-        parallel = DistributedModelParallel(
-            model, env=ShardingEnv.from_process_group(ranks), device=device, plan=sharded
-        )
-        source = cycle(batches) if isinstance(batches, Sequence) else iter(batches)
-        return cls(model, parallel, source, device, dense, group)
+        sharded = plan(self._model) if callable(plan) else sharding_plan(self._model, request, plan, device=device.type)
+        env = ShardingEnv.from_process_group(ranks)
+        self.parallel = DistributedModelParallel(self._model, env=env, device=device, plan=sharded)
 
     def run(self, seconds: float, *, most: int = 1_000_000) -> None:
         """Trains for so long, or so many steps, untimed: caches fill. Collective."""
@@ -205,9 +193,9 @@ class Trial:
         for number in range(most):
             self._step(self._next())
             is_over = time.perf_counter() - begin > seconds
-            if number % _BLOCK_STEPS == 0 and is_true_anywhere(is_over, self.device, self.group):
+            if number % _BLOCK_STEPS == 0 and is_true_anywhere(is_over, self._device, self._group):
                 break
-        wait(self.device)
+        wait(self._device)
 
     def block(self, steps: int = _BLOCK_STEPS) -> None:
         """Times steps back to back, and the launch of one. Collective."""
@@ -216,25 +204,25 @@ class Trial:
         begin = time.perf_counter()
         for keys in kept[1:]:
             self._step(keys)
-        wait(self.device)
+        wait(self._device)
         self.steps.append((time.perf_counter() - begin) / steps)
         self._settle()
         begin = time.perf_counter()
         self.parallel(kept[0]).backward()
         self.launches.append(time.perf_counter() - begin)
-        wait(self.device)
+        wait(self._device)
 
     def timing(self) -> Timing:
         """What was measured, and the time of kernels, which is measured now. Collective."""
         own = [statistics.median(self.steps), statistics.median(self.launches), self._kernels()]
-        every: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(every, own, group=self.group)
+        every: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, own, group=self._group)
         step, host, kernels = (max(column) for column in zip(*every, strict=True))
         return Timing(step_s=step, host_s=host, kernels_s=kernels or None)
 
     def _kernels(self) -> float:
         """Seconds of the kernels and copies of a step of the tables, but for exchanges, which wait for other ranks."""
-        if self.device.type != "cuda":
+        if self._device.type != "cuda":
             return 0.0
         from torch.profiler import ProfilerActivity, profile
 
@@ -243,12 +231,12 @@ class Trial:
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             for keys in kept:
                 self.parallel(keys).backward()
-            wait(self.device)
+            wait(self._device)
         events = [event for event in profiled.key_averages() if "nccl" not in event.key.lower()]
         return float(sum(event.self_device_time_total for event in events)) / 1e6 / _PROFILED_STEPS
 
     def _next(self) -> dict[str, Any]:
-        return self.model.keys(next(self.batches), self.device)
+        return self._model.keys(next(self._batches), self._device)
 
     def _step(self, keys: dict[str, Any]) -> None:
         loss = self.parallel(keys)
@@ -256,9 +244,9 @@ class Trial:
         loss.backward()
 
     def _settle(self) -> None:
-        wait(self.device)
-        dist.barrier(group=self.group)
-        wait(self.device)
+        wait(self._device)
+        dist.barrier(group=self._group)
+        wait(self._device)
 
 
 def is_true_anywhere(value: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:

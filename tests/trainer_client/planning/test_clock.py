@@ -87,7 +87,7 @@ def _race(rank: int) -> tuple[MeasuredPlan, ...]:
     quickest, measured = run_race(request, plans, drawn, CPU, seconds=0.3)
     (chosen,) = (one for one in measured if one.chosen)
     assert quickest is plans[chosen.name]
-    trial = Trial.of(request, quickest, drawn, CPU, dense=DenseWork(0.0, CPU))
+    trial = Trial(request, quickest, drawn, CPU, dense=DenseWork(0.0, CPU))
     before = [parameter.detach().clone() for parameter in trial.parallel.parameters()]
     trial.run(0.0, most=1)
     after = list(trial.parallel.parameters())

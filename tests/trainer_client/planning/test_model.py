@@ -199,6 +199,7 @@ def test_names_are_as_good_as_members_and_others_are_refused() -> None:
     named = plan_model(Model(), topology="h200x2", optimizer="sgd", runtime="torchrec", modes=["HBM_ONLY"])  # type: ignore[arg-type]
     same = plan_model(Model(), topology="h200x2", optimizer=Optimizer.SGD, modes=(Mode.HBM_ONLY,))
     assert (named.request, named.plan.placements) == (same.request, same.plan.placements)
+    assert named.sharding_plan == same.sharding_plan is not None
     for field in ("optimizer", "eviction", "sharding", "modes", "runtime"):
         with pytest.raises(InvalidInputError, match=r"is unknown \(got 'lamb'\); use one of"):
             plan_model(Model(), topology="h200x2", **{field: ["lamb"] if field == "modes" else "lamb"})
