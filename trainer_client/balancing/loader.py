@@ -282,20 +282,11 @@ class BalancedLoader(Generic[B]):
             state, self.loader, name=self.name, rank=rank, world_size=world_size, repeat_window=repeat_window
         )
 
-    @property
-    def dataset(self) -> Any:
-        """The wrapped loader's, as the next two are: training frameworks look for them."""
-        return self.loader.dataset  # type: ignore[attr-defined]
-
-    @property
-    def sampler(self) -> Any:
-        """The wrapped loader's sampler."""
-        return self.loader.sampler  # type: ignore[attr-defined]
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The wrapped loader's batch sampler."""
-        return self.loader.batch_sampler  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        """The wrapped loader's data set and samplers, for which training frameworks look."""
+        if name in ("dataset", "sampler", "batch_sampler"):
+            return getattr(self.loader, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __iter__(self) -> Iterator[B]:
         self._requested()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
-from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -16,6 +15,7 @@ from torch import nn
 
 from evenkeel.plugins import Plugins
 from trainer_client.balancing import BalancedLoader, RoundReport
+from trainer_client.balancing.batches.containers import container_of
 from trainer_client.balancing.splitting import Splits, warn_of_unasked_splits
 
 B = TypeVar("B")
@@ -99,27 +99,16 @@ class BalancedBatch(Generic[B]):
 
 
 def _each(value: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the batch, or of what a container or a dataclass holds."""
+    """Calls a method of the batch, or of what a container holds."""
     if hasattr(value, method):
         return getattr(value, method)(*args, **kwargs)
 
-    def again(item: Any) -> Any:
-        return _each(item, method, *args, **kwargs)
-
-    if isinstance(value, dict):
-        result = copy(value)
-        result.update((key, again(item)) for key, item in value.items())
-        return result
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(again, value))
-    if isinstance(value, list | tuple):
-        return type(value)(map(again, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        copied = copy(value)
-        for part in fields(value):
-            object.__setattr__(copied, part.name, again(getattr(value, part.name)))
-        return copied
-    return value
+    container = container_of(value)
+    if container is None:
+        return value
+    items, _, context = container.flatten(value)
+    items = [_each(item, method, *args, **kwargs) for item in items]
+    return container.unflatten(type(value), context, items, 0, None)
 
 
 def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:

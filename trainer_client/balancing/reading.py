@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.problem import share_of_total
 from evenkeel.partitioning.rounds import RankSamples
 from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.batches.schema import bytes_of
 from trainer_client.balancing.contribution import NO_MEASURE, Contribution, Measure
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
@@ -156,8 +157,7 @@ def digest_of_copy(flats: Sequence[FlatBatch], contribution: Contribution, *, va
     for flat in flats if values else ():
         for tensor in flat.tensors:
             if tensor.device.type == "cpu":
-                plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-                digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+                digest.update(bytes_of(tensor).data)
     return int.from_bytes(digest.digest(), "little") or 1
 
 

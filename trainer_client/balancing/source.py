@@ -23,6 +23,7 @@ from rich.progress import track
 from torch.utils._pytree import tree_leaves
 
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, FlatBatch, is_on_device
+from trainer_client.balancing.batches.schema import bytes_of
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.options import MAX_WINDOW
@@ -132,8 +133,9 @@ class Source:
         self.cost = AskedAhead(cost)
         self.memory = None if memory is None else AskedAhead(memory)
         self.users = None if users is None else AskedAhead(users)
+        self._functions = [one for one in (self.cost, self.memory, self.users) if one is not None]
         self._on_device: bool | None = None
-        self._arriving: deque[_OnTheWay] = deque()
+        self._arriving: deque[tuple[Position, Arriving]] = deque()
         self._asked = 0  # batches that were asked for here, also after the end
         self._read = 0  # batches that were read
         self._last = 0  # what the latest looked like
@@ -151,7 +153,7 @@ class Source:
     @property
     def position(self) -> Position:
         """Where the loader was before the batch that comes out next."""
-        return self._arriving[0].position if self._arriving else self._position(self._asked)
+        return self._arriving[0][0] if self._arriving else self._position(self._asked)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -170,11 +172,14 @@ class Source:
                 self._on_device = is_on_device(batch, self._spec)
             if not self._on_device:
                 return batch
-            functions = [one for one in (self.cost, self.memory, self.users) if one is not None]
-            self._arriving.append(_OnTheWay(position, batch, self._spec, functions))
+            values = [one.ask(batch) for one in self._functions]
+            self._arriving.append((position, Arriving(batch, self._spec, values)))
         if not self._arriving:
             raise StopIteration
-        return self._arriving.popleft().get()
+        flat, values = self._arriving.popleft()[1].get()
+        for function, value in zip(self._functions, values, strict=True):
+            function.answers.append((flat, value))
+        return flat
 
     def _next(self) -> Any:
         try:
@@ -249,27 +254,6 @@ class Source:
             )
 
 
-class _OnTheWay:
-    """A batch on a device whose numbers are being copied to the host, and the position before it."""
-
-    def __init__(self, position: Position, batch: Any, spec: BatchSpec | None, functions: list[AskedAhead]) -> None:
-        self.position, self._functions = position, functions
-        self._values = [one.ask(batch) for one in functions]
-        self._arriving = Arriving(batch, spec, [values for values in self._values if _is_on_device(values)])
-
-    def get(self) -> FlatBatch:
-        """The flattened batch, when its numbers have come."""
-        flat, copied = self._arriving.get()
-        for function, values in zip(self._functions, self._values, strict=True):
-            on_host = copied.pop(0).reshape(values.shape) if _is_on_device(values) else values
-            function.answers.append((flat, on_host))
-        return flat
-
-
-def _is_on_device(values: Any) -> bool:
-    return isinstance(values, torch.Tensor) and values.device.type != "cpu"
-
-
 class AskedAhead:
     """A cost that is asked when a batch arrives on a device, and known when it is submitted.
 
@@ -325,6 +309,5 @@ def fingerprint(batch: Any) -> int:
     for tensor in itertools.islice(tensors, _TENSORS_LOOKED_AT):
         value = zlib.crc32(str((tensor.dtype, tuple(tensor.shape))).encode(), value)
         first = tensor.detach().reshape(-1)[: _BYTES_LOOKED_AT // max(1, tensor.element_size())]
-        first = first.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)  # an expanded one too
-        value = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), value)
+        value = zlib.crc32(bytes_of(first).data, value)
     return value

@@ -181,14 +181,13 @@ class FlatBatch:
         # an index list would travel to the device and make the host wait for it
         return torch.cat([table[column] for column in columns]).to(dtype)
 
-    def host_lengths_at(self, path: str) -> list[int]:
+    def host_lengths_at(self, path: str) -> NDArray[np.int64]:
         """(n,) lengths of one column."""
-        lengths: list[int] = self.lengths[:, self.structure.order[path]].tolist()
-        return lengths
+        return self.lengths[:, self.structure.order[path]]
 
     def offsets_at(self, path: str, alike: str | None) -> torch.Tensor:
         """(n + 1,) where samples begin in a column; the tensor of column `alike`, if that has the same lengths."""
-        if alike is not None and self.host_lengths_at(alike) == self.host_lengths_at(path):
+        if alike is not None and np.array_equal(self.host_lengths_at(alike), self.host_lengths_at(path)):
             path = alike
         if path not in self._offsets:
             ends = torch.cumsum(self.lengths_at((path,), torch.int64), 0)

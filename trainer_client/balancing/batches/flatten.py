@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.flat import FlatBatch, coming
-from trainer_client.balancing.batches.kinds import Contents, without_padding
-from trainer_client.balancing.batches.reading import reader_of
+from trainer_client.balancing.batches.kinds import without_padding
+from trainer_client.balancing.batches.reading import Reading, read
 from trainer_client.balancing.batches.roles import check_items
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, check_spec
 from trainer_client.balancing.batches.structure import is_count
@@ -54,17 +54,17 @@ def flatten(
         return batch
     check_spec(spec)
     spec = spec if spec is not None else PLAIN
-    contents = reader_of(spec).read(batch)
-    structure, columns = contents.structure, contents.structure.columns
+    reading = read(batch, spec)
+    structure, columns = reading.structure, reading.structure.columns
     if lengths is not None:
         table = np.array(lengths, dtype=np.int64, order="C")
-        if table.shape != (contents.num_samples, len(columns)):
+        if table.shape != (reading.num_samples, len(columns)):
             raise BatchError(
-                f"lengths has shape {table.shape}; the batch has {contents.num_samples} samples and the jagged fields "
+                f"lengths has shape {table.shape}; the batch has {reading.num_samples} samples and the jagged fields "
                 f"{list(columns)}"
             )
-        return assemble(contents, table, copy=spec.copy)
-    tensors = contents.all_lengths
+        return assemble(reading, table, copy=spec.copy)
+    tensors = reading.all_lengths
     for tensor, numbers in zip(tensors, structure.lengths, strict=True):
         if not tensor.is_cpu and not allow_sync:
             raise BatchError(
@@ -73,13 +73,13 @@ def flatten(
                 "batch and redistribute its copy on the device, or flatten it yourself with lengths, or with "
                 "allow_sync=True to wait"
             )
-    table = table_of(contents, [tensor.cpu().numpy() for tensor in tensors])
-    return assemble(contents, table, copy=spec.copy)
+    table = table_of(reading, [tensor.cpu().numpy() for tensor in tensors])
+    return assemble(reading, table, copy=spec.copy)
 
 
-def table_of(contents: Contents, lengths: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """(n, num_jagged) lengths of all columns, from those of `Contents.all_lengths` on the host."""
-    structure, n = contents.structure, contents.num_samples
+def table_of(reading: Reading, lengths: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """(n, num_jagged) lengths of all columns, from those of `Reading.all_lengths` on the host."""
+    structure, n = reading.structure, reading.num_samples
     table = np.empty((n, len(structure.columns)), dtype=np.int64)
     for columns, values in zip(structure.lengths, lengths, strict=True):
         if values.size != len(columns) * n:
@@ -92,9 +92,9 @@ def table_of(contents: Contents, lengths: list[NDArray[np.int64]]) -> NDArray[np
     return table
 
 
-def assemble(contents: Contents, table: NDArray[np.int64], *, copy: bool) -> FlatBatch:
+def assemble(reading: Reading, table: NDArray[np.int64], *, copy: bool) -> FlatBatch:
     """The flattened batch; refuses (n, num_jagged) lengths that cannot be right."""
-    structure, tensors = contents.structure, contents.tensors
+    structure, tensors = reading.structure, reading.tensors
     columns = structure.columns
     if table.size and table.view(np.uint64).max() > _MAX_LENGTH:  # as are negative ones
         sample, column = np.argwhere((table < 0) | (table > _MAX_LENGTH))[0]
@@ -118,7 +118,7 @@ def assemble(contents: Contents, table: NDArray[np.int64], *, copy: bool) -> Fla
             raise BatchError(f"{leaf.path!r} holds {rows} values, but its lengths add up to {expected}; {remedy}")
     if copy:
         tensors = [tensor.clone() for tensor in tensors]
-    return FlatBatch(structure, tensors, table, totals=totals, shared=contents.shared)
+    return FlatBatch(structure, tensors, table, totals=totals, shared=reading.shared)
 
 
 # ------------------------------------------------------------------- batches that are on a device already
@@ -130,36 +130,39 @@ def assemble(contents: Contents, table: NDArray[np.int64], *, copy: bool) -> Fla
 def is_on_device(batch: Any, spec: BatchSpec | None) -> bool:
     """Whether a batch is on a device other than the host."""
     try:
-        contents = reader_of(spec or PLAIN).read(batch)
+        reading = read(batch, spec or PLAIN)
     except BatchError:
         return False  # whoever flattens it says what is wrong
-    on_host = contents.structure.on_host
-    tensors = [tensor for index, tensor in enumerate(contents.tensors) if index not in on_host]
-    return not all(tensor.is_cpu for tensor in tensors + contents.all_lengths)
+    on_host = reading.structure.on_host
+    tensors = [tensor for index, tensor in enumerate(reading.tensors) if index not in on_host]
+    return not all(tensor.is_cpu for tensor in tensors + reading.all_lengths)
 
 
 class Arriving:
     """A batch whose numbers are on their way to the host."""
 
-    def __init__(self, batch: Any, spec: BatchSpec | None, values: Sequence[torch.Tensor] = ()) -> None:
-        """Begins to copy what is on a device, and values that are to come along, such as (n,) costs; never waits."""
-        self._contents = reader_of(spec or PLAIN).read(batch)
-        lengths, tensors = self._contents.all_lengths, self._contents.tensors
+    def __init__(self, batch: Any, spec: BatchSpec | None, values: Sequence[Any] = ()) -> None:
+        """Begins to copy what is on a device, also of values that come along, such as (n,) costs; never waits."""
+        self._reading, self._values = read(batch, spec or PLAIN), values
+        lengths, tensors = self._reading.all_lengths, self._reading.tensors
         if spec is not None and spec.copy:  # the loader may write to it before the numbers have come
             tensors[:] = [tensor.clone() for tensor in tensors]
-        leaves = zip(self._contents.structure.leaves, tensors, strict=True)
+        leaves = zip(self._reading.structure.leaves, tensors, strict=True)
         counts = {leaf.path: tensor for leaf, tensor in leaves if is_count(leaf)}
-        self._paths = tuple(counts)
-        self._coming = Coming([*lengths, *counts.values(), *values])
-        self._num_lengths = len(lengths)
+        self._paths, self._num_lengths = tuple(counts), len(lengths)
+        self._coming = Coming([*lengths, *counts.values(), *filter(_is_on_device, values)])
 
-    def get(self) -> tuple[FlatBatch, list[NDArray[Any]]]:
-        """The flattened batch with its lengths on the host, and the values; waits until they have come."""
+    def get(self) -> tuple[FlatBatch, list[Any]]:
+        """The flattened batch with its lengths on the host, and the values, as arrays; waits until they have come."""
         numbers = self._coming.get()
-        lengths, counts = numbers[: self._num_lengths], numbers[self._num_lengths :]
-        flat = assemble(self._contents, table_of(self._contents, lengths), copy=False)
-        flat.counts = dict(zip(self._paths, counts, strict=False))
-        return flat, counts[len(self._paths) :]
+        flat = assemble(self._reading, table_of(self._reading, numbers[: self._num_lengths]), copy=False)
+        came = iter(numbers[self._num_lengths :])
+        flat.counts = {path: next(came) for path in self._paths}
+        return flat, [next(came).reshape(one.shape) if _is_on_device(one) else one for one in self._values]
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 class Coming:
@@ -167,12 +170,11 @@ class Coming:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [
-            tensor.detach().reshape(-1).to(torch.float64 if tensor.is_floating_point() else torch.int64)
+            tensor.detach().reshape(-1).to(torch.float64 if tensor.is_floating_point() else torch.int64).resolve_neg()
             for tensor in tensors
         ]
         self._event: torch.cuda.Event | None = None
-        on_device = [tensor.view(torch.int64) for tensor in self._tensors if not tensor.is_cpu]
-        self._bits = torch.cat(on_device) if on_device else torch.empty(0, dtype=torch.int64, device="cpu")
+        self._bits = torch.cat([tensor.view(torch.int64) for tensor in self._tensors if not tensor.is_cpu] or [_NONE])
         if self._bits.is_cuda:
             side, packed = _stream(self._bits.device), self._bits
             side.wait_stream(torch.cuda.current_stream(packed.device))
@@ -180,21 +182,17 @@ class Coming:
                 self._bits = coming(packed)
                 self._event = side.record_event()
             packed.record_stream(side)
-        self._bits = self._bits.cpu()
 
     def get(self) -> list[NDArray[Any]]:
         """The numbers, one flat array for each tensor; waits until they have come."""
         if self._event is not None:
             self._event.synchronize()
-        arrays, begin = [], 0
-        for tensor in self._tensors:
-            if not tensor.is_cpu:
-                end = begin + tensor.numel()
-                arrays.append(self._bits[begin:end].clone().view(tensor.dtype).numpy())
-                begin = end
-            else:
-                arrays.append(tensor.numpy())
-        return arrays
+        sizes = [tensor.numel() for tensor in self._tensors if not tensor.is_cpu]
+        parts = iter(self._bits.cpu().clone().split(sizes or [0]))  # type: ignore[no-untyped-call]
+        return [(tensor if tensor.is_cpu else next(parts).view(tensor.dtype)).numpy() for tensor in self._tensors]
+
+
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @lru_cache

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.containers import container_of, is_keyed, is_torchrec
+from trainer_client.balancing.batches.containers import container_of, is_keyed, is_torchrec, jagged_lengths
 from trainer_client.balancing.batches.flat import FlatBatch
-from trainer_client.balancing.batches.kinds import jagged_lengths
 from trainer_client.balancing.batches.refusals import jagged_refusal
 from trainer_client.balancing.batches.spec import BatchError
 

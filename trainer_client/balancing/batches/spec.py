@@ -134,11 +134,17 @@ _MAPPED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class Declarations:
-    """The declarations of a spec by path, of which the first pattern that matches counts."""
+    """The declarations of a spec by path, of which the first pattern that matches counts.
+
+    Attributes:
+        spec: The spec.
+        structures: What is known of batches that were read by it, by all that it follows from.
+    """
 
     def __init__(self, spec: BatchSpec) -> None:
         names = dict.fromkeys((*_MAPPED, *_COLLECTIONS))
         self.spec = spec
+        self.structures: list[tuple[Any, Any]] = []
         self.at = lru_cache(4096)(self._at)
         self.rows_at = lru_cache(4096)(self._rows_at)
         self.are_below = lru_cache(4096)(self._are_below)
@@ -195,6 +201,12 @@ class Declarations:
                 f"{name} names {path!r}, which the batch does not have; its paths are: {', '.join(filter(None, paths))}"
                 f" (a pattern such as '{path}*' may match nothing)"
             )
+
+
+@lru_cache(maxsize=64)
+def declarations_of(spec: BatchSpec) -> Declarations:
+    """The declarations of a spec, which are the same as long as the spec is."""
+    return Declarations(spec)
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -83,7 +83,8 @@ def distinct_rows(table: RoutedTable, keys: Any) -> Tensor:
         given = torch.as_tensor(keys)
         hot: Tensor = torch.unique(as_int64(given if given.numel() else given.to(torch.int64)).cpu())
     except Exception as problem:
-        raise ValueError(f"hot rows of table {table.name}: {problem}") from problem
+        remedy = "give whole numbers, or leave the table out"
+        raise ValueError(f"hot rows of table {table.name}: {problem}; {remedy}") from problem
     if table.resolved_routing.dist_type == "continuous" and hot.numel():
         worst = int(hot[-1] if hot[0] >= 0 else hot[0])
         if not 0 <= worst < table.num_embeddings:
