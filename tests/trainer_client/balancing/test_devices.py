@@ -11,18 +11,13 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.batches.helpers import OnDevice
 from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch
 from trainer_client import BalancedLoader
 from trainer_client.balancing import source as incoming
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
 from trainer_client.balancing.costs import TokenCost
 from trainer_client.balancing.source import Source
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that says it is on another device."""
-
-    is_cpu = False  # type: ignore[assignment]
 
 
 def some_batch() -> dict[str, Any]:

@@ -37,6 +37,10 @@ def test_every_row_is_on_its_owner_however_it_went(
         after = folder / str(number)
         result = convert(opened(before), after, world_size=world_size, routing={"items": routing}, target_format=form)
         assert result.rows == len(KEYS) + counted
+        old, new = opened(before), opened(after).records
+        files = [(name, rank) for name, record in old.records.items() for rank in range(record.world_size)]
+        rows = [(new[name].owners(each.keys), rank) for name, rank in files for each in old.rows(name, rank)]
+        assert result.moved == sum(int((owners != rank).sum()) for owners, rank in rows)
         check_rows(opened(after), routing, world_size)
         assert opened(after).records["items"].extra["evict_strategy"] == "lru"
         assert sum(opened(after).records["items/counter"].rows) == counted
