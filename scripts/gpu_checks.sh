@@ -67,9 +67,9 @@ else
   left_out plans "TorchRec and FBGEMM are not installed"
 fi
 if [ "$gpus" -ge 2 ]; then
-  step embeddings "${ranks[@]}" tests.trainer_client.embedding.tables.nccl_checks --json "$out/embeddings.json"
+  step embeddings "${ranks[@]}" tests.trainer_client.embedding.tables.nccl_checks
   step devices "$python" -m torch.distributed.run --standalone --nproc-per-node 4 \
-    -m tests.trainer_client.balancing.nccl_checks --json "$out/gpu_batches.json"
+    -m tests.trainer_client.balancing.nccl_checks
   step bound "${ranks[@]}" tests.trainer_client.balancing.nccl_checks --bound
   step redistribution "$python" -m benchmarks.redistribution --ranks "$gpus" --check
   if has torchrec && has fbgemm_gpu; then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -120,6 +121,13 @@ def test_every_alert_has_a_section_in_the_runbook() -> None:
     links = [rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]]
     assert len(links) > 10
     assert set(links) == sections
+
+
+def test_dashboards_have_ids_of_their_own_and_their_links_lead_to_them() -> None:
+    boards = [json.loads(path.read_text()) for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")]
+    links = {link.partition("?")[0] for link in json.dumps(boards).split("/d/")[1:]}
+    assert len({board["uid"] for board in boards}) == len(boards)
+    assert set() < links <= {board["uid"] for board in boards}
 
 
 @pytest.mark.parametrize("builder", ["deploy/grafana/build.py", "deploy/prometheus/build.py"])

@@ -1,18 +1,13 @@
-"""Ranks with nothing but NCCL: batches of the host without `device`, batches of the GPU, a mesh, and what they cost.
+"""Ranks with nothing but NCCL: batches of the host without `device`, batches of the GPU, a mesh.
 
-`torchrun --standalone --nproc-per-node 4 -m tests.trainer_client.balancing.nccl_checks [--json FILE]`; an even number
+`torchrun --standalone --nproc-per-node 4 -m tests.trainer_client.balancing.nccl_checks [--bound]`; an even number
 of ranks, which may be more than there are GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,52 +109,8 @@ def check_resume(batches: list[Batch], window: int) -> None:
         print(f"resumed after each of {len(steps)} steps, window={window}", flush=True)
 
 
-def milliseconds(loop: Callable[[], Iterator[Batch]], work: Callable[[], None], device: torch.device) -> float:
-    """Median time of a step that computes for some milliseconds."""
-    times: list[float] = []
-    began = time.perf_counter()
-    for step, _ in enumerate(loop()):
-        work()
-        if step % 10 == 9:  # the host runs ahead in between
-            torch.cuda.synchronize(device)
-            times.append((time.perf_counter() - began) * 100)
-            began = time.perf_counter()
-    return statistics.median(times[2:])
-
-
-def measure(rank: int, device: torch.device) -> dict[str, float]:
-    """Steps over batches of the GPU, unbalanced and balanced, and over the same in page-locked memory."""
-    size, steps = 128, 200
-    sources = [make_batch(rank, step, size) for step in range(8)]
-    pinned = [{key: value.pin_memory() for key, value in batch.items()} for batch in sources]
-    there = [on(device, batch) for batch in sources]
-    square = torch.rand((4096, 4096), device=device)
-
-    def work() -> None:
-        for _ in range(4):
-            torch.mm(square, square)
-
-    def balanced(batches: list[Batch], cost: Any) -> Iterator[Batch]:
-        repeated = [batches[step % len(batches)] for step in range(steps)]
-        with Balancer.embedded() as balancer:
-            yield from BalancedLoader(repeated, balancer, cost=cost, spec=SPEC, device=device)
-
-    ways: dict[str, Callable[[], Iterator[Batch]]] = {
-        "gpu batches, unbalanced": lambda: iter([there[step % 8] for step in range(steps)]),
-        "gpu batches, own cost": lambda: balanced(there, cost_of),
-        "gpu batches, library's cost": lambda: balanced(there, TokenCost(tokens="count")),
-        "page-locked batches": lambda: balanced(pinned, cost_of),
-    }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(3):
-        for name, way in ways.items():
-            found[name].append(milliseconds(way, work, device))
-    return {name: round(statistics.median(values), 3) for name, values in found.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--bound", action="store_true", help="bind the default group to the ranks' devices")
     options = parser.parse_args()
     device = own_gpu()
@@ -183,14 +134,6 @@ def main() -> None:
     if not options.bound:  # init_device_mesh fails on some versions of PyTorch there
         check_mesh(device)
     check_stage(device)
-    times = {} if options.bound else measure(rank, device)
-    if rank == 0 and times:
-        print(json.dumps(times, indent=1), flush=True)
-        if options.json is not None:
-            ranks = {"ranks": dist.get_world_size(), "gpus": torch.cuda.device_count(), "torch": torch.__version__}
-            options.json.write_text(
-                json.dumps(ranks | {"gpu": torch.cuda.get_device_name(), "ms_a_step": times}, indent=1)
-            )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,152 +1,203 @@
-"""Ranks that leave their loops after different numbers of batches, with a ledger of every sample."""
+"""Ranks that leave their loops anywhere, with a ledger of every sample."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import (
-    SPEC,
-    STEPS,
-    Ledger,
-    balancer_of,
-    check_served,
-    cost_of,
-    failing,
-    logged,
-    run_in_turn,
-    source,
-)
+from tests.trainer_client.balancing.jobs import SPEC, STEPS, balancer_of, cost_of, failing, logged, run_in_turn, source
+from tests.trainer_client.balancing.redistribution.pool import GlooRanks, group_of
 from trainer_client import BalancedLoader
 from trainer_client.balancing import ProgramOrderError
 
+MOST = 6  # batches of a loop
+BREAK, RAISE, SOURCE, COST, KEEP = range(5)
+"""Ways to leave a loop: an exception in its body, in its source, in its cost; an iterator that stays alive."""
 
-def leave_in_many_ways(rank: int, address: str | None, options: dict[str, Any]) -> tuple[Ledger, list[str]]:
-    """Loops over one name, each left in another way, at other steps on each rank."""
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What each rank does in one loop.
+
+    Attributes:
+        steps: Batches that it has.
+        leaves: After how many batches it leaves; more than it gets: never.
+        how: By which way.
+        inner: After which of its first batches another loader is iterated, by all ranks; and how far by each.
+        pauses: Milliseconds that a step takes.
+    """
+
+    steps: tuple[int, ...]
+    leaves: tuple[int, ...]
+    how: tuple[int, ...]
+    inner: tuple[int, ...] | None
+    pauses: tuple[int, ...]
+
+    @property
+    def ranks_meet(self) -> bool:
+        """Whether no rank leaves by itself: then all take the same steps, and may meet in each, as in backward."""
+        return all(
+            how in (SOURCE, COST) or leaves > max(self.steps) for how, leaves in zip(self.how, self.leaves, strict=True)
+        )
+
+    @property
+    def ranks_nest_alike(self) -> bool:
+        """Whether all ranks come to the inner loop, which a program must see to itself."""
+        return self.inner is None or (
+            min(self.steps) > 0 and min(self.leaves) > 0 and not {SOURCE, COST}.intersection(self.how)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Loops, one after the other."""
+
+    ranks: int
+    address: str | None
+    options: dict[str, int]
+    loops: list[Loop]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    ranks = draw(st.integers(2, 3))
+
+    def each(values: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
+        return st.tuples(*[values] * ranks)
+
+    loops = st.builds(
+        Loop, each(st.integers(0, MOST)), each(st.integers(0, MOST + 3)), each(st.integers(BREAK, KEEP)),
+        st.none() | each(st.integers(0, 4)), each(st.sampled_from([0, 0, 1, 5])),
+    ).filter(lambda loop: loop.ranks_nest_alike)  # fmt: skip
+    return Program(
+        ranks, draw(st.sampled_from([None, "service", "off"])),
+        {"depth": draw(st.integers(1, 5)), "window": draw(st.integers(1, 3))},
+        draw(st.lists(loops, min_size=1, max_size=4)),
+    )  # fmt: skip
+
+
+Ledger = dict[int, list[list[int]]]
+"""Ids that a rank got, batch by batch, by loop; inner loops have numbers of their own."""
+
+
+def run(rank: int, program: Program, address: str) -> Ledger:
+    """In a rank: what it gets."""
     ledger: Ledger = {}
-    said = logged("trainer_client.balancing", form="%(levelname)s %(message)s")
+    held = []
+    group = group_of(program.ranks)
+    where = address if program.address == "service" else program.address
 
-    def take(batch: dict[str, torch.Tensor], loop: str) -> None:
+    def take(number: int, batch: dict[str, torch.Tensor]) -> None:
         assert batch["values"].tolist() == batch["id"].repeat_interleave(batch["count"]).tolist()
-        ledger.setdefault(loop, []).append(batch["id"].tolist())
+        ledger[number].append(batch["id"].tolist())
 
-    with balancer_of(address, **options) as balancer:
+    with balancer_of(where, "leaving", process_group=group, **program.options) as balancer:
 
-        def loader(loop: int, name: str = "train", steps: int = STEPS, fails: int | None = None) -> Any:
-            batches: Any = source(rank, loop, steps)
-            return BalancedLoader(
-                batches if fails is None else failing(batches, fails), balancer, cost=cost_of, spec=SPEC, name=name
-            )
+        def loader(number: int, steps: int, name: str = "train", fails: int | None = None, how: int = SOURCE) -> Any:
+            ledger[number] = []
+            batches: Any = source(rank, number % 1000, steps)
+            costs = [0]
 
-        for i, batch in enumerate(loader(0)):  # left at different steps
-            take(batch, "0 train")
-            if i == 2 + rank:
-                break
-        for batch in loader(1):  # to the end
-            take(batch, "1 train")
-        for i, batch in enumerate(loader(2)):  # all at the same step
-            take(batch, "2 train")
-            if i == 3:
-                break
-        try:  # an exception in the body of one rank
-            for i, batch in enumerate(loader(3)):
-                take(batch, "3 train")
-                if i == 1 and rank == 1:
-                    raise KeyError("out of memory, say")
-        except KeyError:
-            pass
-        try:  # a source that fails on one rank, before its first batch
-            for batch in loader(4, fails=0 if rank == 0 else None):
-                take(batch, "4 train")
-        except OSError:
-            assert rank == 0
-        held = iter(loader(5))  # an iterator that stays alive
-        for _ in range(1 + 2 * rank):
-            if (batch := next(held, None)) is not None:
-                take(batch, "5 train")
-        for i, batch in enumerate(loader(6, steps=3 + rank)):  # ends on its own on some, with an evaluation inside
-            take(batch, "6 train")
-            if i % 2 == 0:
-                for j, inner in enumerate(loader(i, name="eval")):
-                    take(inner, f"{i} eval")
-                    if j == (i + rank) % 3:
+            def cost(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+                costs[0] += 1
+                if how == COST and fails is not None and costs[0] > fails:
+                    raise OSError("the disk is gone")
+                return cost_of(batch)
+
+            data = batches if fails is None or how == COST else failing(batches, fails)
+            return BalancedLoader(data, balancer, cost=cost, spec=SPEC, name=name)
+
+        for number, loop in enumerate(program.loops):
+            leaves, how = loop.leaves[rank], loop.how[rank]
+            fails = leaves if how in (SOURCE, COST) and leaves < loop.steps[rank] else None
+            iterator = iter(loader(number, loop.steps[rank], fails=fails, how=how))
+            try:
+                for taken, batch in enumerate(iterator, 1):
+                    time.sleep(loop.pauses[rank] / 1000)
+                    take(number, batch)
+                    if loop.ranks_meet:
+                        dist.all_reduce(torch.ones(1), group=group)
+                    if loop.inner is not None and taken == 1:
+                        inner = iter(loader(1000 + number, 3, name="inner"))
+                        for nested, _ in zip(inner, range(loop.inner[rank]), strict=False):
+                            take(1000 + number, nested)
+                        del inner
+                    if taken >= leaves and how not in (SOURCE, COST):
+                        held += [iterator] if how == KEEP else []
+                        if how == RAISE:
+                            raise KeyError("out of memory, say")
                         break
-        if rank == 0:
-            for batch in loader(7):  # no batch at all but on one rank
-                take(batch, "7 train")
-                break
-        else:
-            iterator = iter(loader(7))
-            next(iterator, None)
+            except KeyError:
+                pass
+            except OSError:
+                assert fails is not None
             del iterator
-        old = iter(loader(9))
-        take(next(old), "9 train")
-        for batch in loader(8):
-            take(batch, "8 train")
-        check_served(loader(9), address)
-        with pytest.raises(ProgramOrderError, match=r"different names \(BalancedLoader\(name=…\)\)"):
-            next(old)
-    return ledger, said
+    return ledger
 
 
-def check(results: list[Ledger], *, window: int = 1) -> None:
+def check(program: Program, results: list[Ledger]) -> None:
     """No sample twice or in another loop; and where all ranks got a batch, all of its samples."""
-    for loop in results[0].keys() | results[1].keys():
-        number = int(loop.split(maxsplit=1)[0])
-        batches = [result.get(loop, []) for result in results]
+    window = program.options["window"]
+    for number, loop in enumerate(program.loops):
+        batches = [result[number] for result in results]
         trained = [sample for steps in batches for ids in steps for sample in ids]
-        assert len(trained) == len(set(trained)), loop
-        assert {sample % 1_000_000 // 100_000 for sample in trained} <= {number}, loop
+        assert len(trained) == len(set(trained)), "a sample was trained twice"
+        assert {sample % 1_000_000 // 100_000 for sample in trained} <= {number}, "a sample of another loop"
         common = min(map(len, batches)) // window * window
         for step in range(0, common, window):
             got = sorted(sample for steps in batches for ids in steps[step : step + window] for sample in ids)
-            assert got == sorted(
-                sample
-                for rank in range(len(results))
-                for each in range(step, step + window)
-                for sample in loaded(rank, loop, each)
-            ), (loop, step)
+            assert got == sorted(_loaded(program, number, range(step, step + window))), "a sample was lost"
+        if loop.ranks_meet:
+            assert len({len(steps) for steps in batches}) == 1
+        if all(leaves > max(loop.steps) for leaves in loop.leaves):
+            assert {len(steps) for steps in batches} == {max(loop.steps)}
+            assert sorted(trained) == sorted(_loaded(program, number, range(MOST)))
 
 
-def loaded(rank: int, loop: str, step: int) -> list[int]:
-    steps = 3 + rank if loop == "6 train" else STEPS
-    return source(rank, int(loop.split(maxsplit=1)[0]))[step]["id"].tolist() if step < steps else []
+def _loaded(program: Program, number: int, steps: range) -> Iterator[int]:
+    for rank, count in enumerate(program.loops[number].steps):
+        for step in steps:
+            if step < count:
+                yield from source(rank, number, count)[step]["id"].tolist()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "embedded": {}, "service": {}, "off": {}, "window": {"window": 3}, "depth": {"depth": 5}
-}  # fmt: skip
+@settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(program=programs())
+def test_programs_that_leave_their_loops_anywhere(ranks: GlooRanks, balancer: ServiceProcess, program: Program) -> None:
+    arguments = [(rank, program, balancer.address) for rank in range(program.ranks)]
+    check(program, ranks.call(run, arguments))
 
 
-@pytest.fixture(scope="module")
-def left(balancer: ServiceProcess) -> dict[str, Any]:
-    addresses = {"service": balancer.address, "off": "off"}
-    jobs = ((leave_in_many_ways, addresses.get(how), options) for how, options in OPTIONS.items())
-    return dict(zip(OPTIONS, run_in_turn(3, *jobs), strict=True))
+def leave_and_fail(rank: int) -> list[str]:
+    """A loop that one rank leaves, and one whose data fails on another; what is said of them."""
+    said = logged("trainer_client.balancing", form="%(levelname)s %(message)s")
+    with balancer_of(None) as balancer:
+        for taken, _ in enumerate(BalancedLoader(source(rank, 0), balancer, cost=cost_of, spec=SPEC), 1):
+            if taken == 2 and rank == 1:
+                break
+        batches: Any = source(rank, 1)
+        data = failing(batches, 0) if rank == 0 else batches
+        try:
+            assert not list(BalancedLoader(data, balancer, cost=cost_of, spec=SPEC))
+        except OSError:
+            assert rank == 0
+    return [line for line in said if "has left its loop" in line]
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-def test_ranks_that_leave_at_different_steps_lose_and_mix_nothing(how: str, left: dict[str, Any]) -> None:
-    ledgers = [ledger for ledger, _ in left[how]]
-    check(ledgers, window=OPTIONS[how].get("window", 1))
-    for ledger in ledgers:
-        assert len(ledger["1 train"]) == len(ledger["8 train"]) == STEPS
-    assert len(ledgers[0]["0 train"]) == 3
-    if how == "embedded":
-        assert [len(ledger["0 train"]) for ledger in ledgers] == [3, 4, 5]
-        assert [len(ledger["2 train"]) for ledger in ledgers] == [4, 4, 4]
-    told = [line for _, said in left[how] for line in said if "has left its loop" in line]
-    # One rank says that another has left; of a problem every rank tells.
+def test_one_rank_says_that_another_has_left_and_all_others_of_a_problem() -> None:
+    told = [line for said in run_ranks(3, leave_and_fail) for line in said]
     assert [line.split("(")[1].split(")")[0] for line in told if "(" in line] == ["OSError: the disk is gone"] * 2
-    assert sum(line.startswith("WARNING") and "(" not in line for line in told) <= 1
-    assert any("rank 1 has left its loop after 2 batches" in line for line in told)
+    assert sum("rank 1 has left its loop after 2 batches" in line for line in told if "(" not in line) == 1
 
 
 def by_hand(rank: int, address: str | None, steps: tuple[int, ...]) -> list[list[list[int]]]:
@@ -304,39 +355,3 @@ def test_peers_that_leave_at_different_steps_get_the_same_batches(balancer: Serv
             for step in range(STEPS):
                 got = sorted(results[0][loop][step] + results[2][loop][step])
                 assert got == sorted(int(i) for dp in range(2) for i in source(dp, loop)[step]["id"])
-
-
-def meet_in_the_model(rank: int, fails: str, options: dict[str, Any]) -> tuple[list[int], str]:
-    """Loops whose ranks meet in each step, as in backward; data or cost fail on one rank in the first."""
-    steps, said = [], ""
-
-    def cost(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if fails == "cost" and rank == 1 and not steps and len(trained) > 1:
-            raise OSError("the disk is gone")
-        return cost_of(batch)
-
-    with balancer_of(None, **options) as balancer:
-        for loop in range(2):
-            trained: list[int] = []
-            batches: Any = source(rank, loop, STEPS)
-            fail = fails == "source" and rank == 1 and loop == 0
-            data = failing(batches, STEPS - 2) if fail else batches
-            try:
-                for batch in BalancedLoader(data, balancer, cost=cost, spec=SPEC):
-                    met = torch.tensor([1, len(batch["id"])])
-                    dist.all_reduce(met)
-                    assert met[0] == 3
-                    trained += batch["id"].tolist()
-            except OSError as error:
-                said = str(error)
-            steps.append(len(trained))
-    return steps, said
-
-
-@pytest.mark.parametrize("fails", ["source", "cost"])
-def test_loops_end_at_one_step_where_the_data_of_a_rank_fails(fails: str) -> None:
-    options: tuple[dict[str, int], ...] = ({}, {"window": 3}, {"depth": 5})
-    for results in run_in_turn(3, *((meet_in_the_model, fails, each) for each in options)):
-        assert [said for _, said in results] == ["", "the disk is gone", ""]
-        first, second = (sum(steps[loop] for steps, _ in results) for loop in range(2))
-        assert 0 < first < second

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -75,18 +73,6 @@ def test_lines_to_paste_are_printed(plan: Plan) -> None:
     assert shown.exit_code == 0
     compile(shown.stdout, "pasted", "exec")
     assert "ParameterConstraints" in shown.stdout
-
-
-def test_the_whole_sharding_plan_is_a_module(plan: Plan, tmp_path: Path) -> None:
-    path, module = tmp_path / "bags.yaml", tmp_path / "sharding.py"
-    path.write_text("- {name: a, rows: 40M, dim: 8, group: bags, sharding: table_wise}")
-    shown = plan("--topology", "h200x4", "--sharding-plan", module, "--runtime", "torchrec", file=path)
-    assert shown.exit_code == 0, shown.output
-    assert f"sharding plan written to {module}" in shown.stdout
-    check = "from sharding import plan; import sys; assert 'evenkeel' not in sys.modules"
-    check += "; print(plan.plan['bags']['a'].ranks)"
-    done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[0]"
 
 
 def test_hot_rows_are_counted_and_their_memory_is_kept(plan: Plan) -> None:

@@ -9,14 +9,6 @@ from tests.trainer_client.embedding.keys import OnRanks
 
 
 @pytest.fixture(scope="package")
-def gloo() -> Iterator[GlooRanks]:
-    """Four ranks; groups of fewer are their first ones."""
-    pool = GlooRanks(4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="package")
 def two() -> Iterator[OnRanks]:
     """Runs a function, given its rank and further arguments, on two ranks that are all there are."""
     pool = GlooRanks(2)

@@ -244,12 +244,3 @@ def test_what_a_loop_does_between_its_steps_is_no_delay_of_the_batch() -> None:
     timer.compute_done()
     timer.end_step()
     assert loader.loops[-1] == 0
-
-
-def test_a_timer_that_tells_a_loader_does_not_hoard_steps() -> None:
-    timer = StepTimer("cpu", loader=Noting())
-    for _ in range(5000):
-        timer.end_step()
-    assert len(timer.finished()) <= 4096
-    with pytest.raises(ValueError, match="ahead is -1"):
-        StepTimer("cpu", ahead=-1)

@@ -114,19 +114,6 @@ def test_of_dynamicembs_tables_it_takes_mode_and_share() -> None:
     assert {option.name for option in options} == set(SIZES)
 
 
-def test_on_cpus_there_is_one_memory() -> None:
-    request, plan = planned(Runtime.TORCHREC)
-    planner, model = make_planner(device="cpu"), make_model()
-    apply_plan(planner, model, request, plan)
-    constraints = planner._enumerator._fqn_constraints
-    assert set(constraints) == PLACES
-    assert all(
-        each.compute_kernels is each.sharding_types is each.cache_params is None for each in constraints.values()
-    )
-    chosen = planner.plan(model, [EmbeddingBagCollectionSharder()]).plan["model.group.ebc"]
-    assert {each.compute_kernel for each in chosen.values()} == {"fused"}
-
-
 def test_what_does_not_fit_the_model_is_refused() -> None:
     model = make_model()
     request, plan = planned(Runtime.TORCHREC)

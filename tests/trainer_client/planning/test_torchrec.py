@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec.distributed.types import CacheStatistics
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -35,7 +34,6 @@ from trainer_client.planning import (
     describe_model,
     dynamicemb_constraints,
     fused_params,
-    miss_curve,
     parameter_constraints,
     sharding_plan,
 )
@@ -193,25 +191,6 @@ def test_plan_files_are_lossless_and_versioned() -> None:
         loads(dumps(content).replace('"version": 1', '"version": 99', 1))
     with pytest.raises(InvalidInputError, match="no JSON"):
         loads("rows: 5")
-
-
-class _Statistics(CacheStatistics):
-    @property
-    def expected_lookups(self) -> float:
-        return 300.0
-
-    def expected_miss_rate(self, clf: float) -> float:
-        return (1 - clf) ** 2
-
-    @property
-    def cacheability(self) -> float:
-        return 0.3
-
-
-def test_torchrecs_cache_statistics_are_taken() -> None:
-    curve = miss_curve(_Statistics(), 1000.0)
-    assert curve.unique_fraction == 0.3
-    assert curve.miss_rates[24] == pytest.approx(0.25)
 
 
 def test_a_planner_that_is_absent_is_told_and_where_it_was_looked_for() -> None:

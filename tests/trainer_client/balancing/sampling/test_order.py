@@ -54,33 +54,6 @@ def test_the_order_does_not_change_between_releases() -> None:
     ]  # fmt: skip
 
 
-def test_it_is_what_its_description_says() -> None:
-    """The same in plain Python, a sample at a time."""
-    import hashlib
-
-    length, seed, epoch = 1001, 5, 2
-    low = math.isqrt(length - 1) + 1
-    high = -(-length // low)
-    secret = hashlib.shake_256(f"evenkeel/order/1/{seed}/{epoch}".encode()).digest(80)
-    keys = [int.from_bytes(secret[i : i + 8], "little") for i in range(0, 80, 8)]
-
-    def drawn(digit: int, key: int, size: int) -> int:
-        z = (digit * 0x9E3779B97F4A7C15 + key) % 2**64
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-        return ((z >> 32) * size) >> 32
-
-    def sample(place: int) -> int:
-        second, first = divmod(place, low)
-        for i in range(0, 10, 2):
-            first = (first + drawn(second, keys[i], low)) % low
-            second = (second + drawn(first, keys[i + 1], high)) % high
-        found = second * low + first
-        return found if found < length else sample(found)
-
-    assert _all(length, seed, epoch).tolist() == [sample(place) for place in range(length)]
-
-
 @pytest.mark.parametrize("length", [2, 3, 5])
 def test_all_orders_of_few_samples_are_equally_likely(length: int) -> None:
     counts = Counter(tuple(_all(length, seed).tolist()) for seed in range(20 * math.factorial(length)))

@@ -168,13 +168,13 @@ def train_both(program: Program) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(PROGRAMS)
-def test_training_with_hot_rows_is_training_without(gloo: GlooRanks, program: Program) -> None:
-    gloo.call(train_both, [(program,)] * program.world_size)
+def test_training_with_hot_rows_is_training_without(ranks: GlooRanks, program: Program) -> None:
+    ranks.call(train_both, [(program,)] * program.world_size)
 
 
-def save_and_go_on(program: Program, ranks: int, hot: list[dict[str, list[int]]], root: str) -> None:
+def save_and_go_on(program: Program, loaders: int, hot: list[dict[str, list[int]]], root: str) -> None:
     """In a rank: what was trained with hot rows is saved and loaded without, and the other way, and goes on."""
-    rank, both = dist.get_rank(), group_of(max(program.world_size, ranks))
+    rank, both = dist.get_rank(), group_of(max(program.world_size, loaders))
     folders = [Path(root) / name for name in ("hot", "plain")]
     if rank < program.world_size:
         saved = [Training(program, program.world_size) for _ in folders]
@@ -184,8 +184,8 @@ def save_and_go_on(program: Program, ranks: int, hot: list[dict[str, list[int]]]
                 training.step(number)
             save(training.collection, folder, optimizer=training.optimizer)
     dist.barrier(both)
-    if rank < ranks:
-        loaded = [Training(program, ranks) for _ in folders]
+    if rank < loaders:
+        loaded = [Training(program, loaders) for _ in folders]
         hold(loaded[1], hot[1])
         for steps in (range(2, 5), range(2, 3)):  # the second time into what has trained already, its hot rows known
             for training, folder in zip(loaded, folders, strict=True):
@@ -198,14 +198,14 @@ def save_and_go_on(program: Program, ranks: int, hot: list[dict[str, list[int]]]
 @settings(max_examples=8, deadline=None)
 @given(PROGRAMS.filter(lambda each: each.optimizer != "Adafactor"), st.integers(1, 4), st.lists(HOT, min_size=2))
 def test_checkpoints_know_nothing_of_hot_rows(
-    gloo: GlooRanks,
+    ranks: GlooRanks,
     tmp_path_factory: pytest.TempPathFactory,
     program: Program,
-    ranks: int,
+    loaders: int,
     hot: list[dict[str, list[int]]],
 ) -> None:
     root = str(tmp_path_factory.mktemp("checkpoints"))
-    gloo.call(save_and_go_on, [(program, ranks, hot, root)] * max(program.world_size, ranks))
+    ranks.call(save_and_go_on, [(program, loaders, hot, root)] * max(program.world_size, loaders))
 
 
 TABLE = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=40, capacity=8)
@@ -319,24 +319,3 @@ def test_what_one_rank_refuses_is_raised_on_all(two: OnRanks) -> None:
     )
     for error, part in zip(first, parts, strict=True):
         assert error.startswith(part)
-
-
-def load_elsewhere(rank: int) -> list[list[float]]:
-    """Lookups beside a table without features, after a state without the collection's rows came to one rank."""
-    unused = RoutedTable(name="a", embedding_dim=2, features=(), num_embeddings=40, routing="continuous")
-    collection = RoutedEmbeddingCollection([unused, TABLE], deduplicate=False)
-    model = torch.nn.ModuleDict({"tables": collection, "dense": torch.nn.Linear(2, 2)})
-    plain = look_up(collection, f=[0, 1, 5]).tolist()
-    collection.hold_hot_rows({"a": torch.arange(7), "t": torch.tensor([0, 1, 5])})
-    for _ in range(3):
-        assert look_up(collection, f=[0, 1, 5]).tolist() == plain
-    if rank == 0:
-        model.load_state_dict({"dense.bias": torch.zeros(2)}, strict=False)
-    result: list[list[float]] = look_up(collection, f=[0, 1, 5]).tolist()
-    assert result == plain
-    return result
-
-
-def test_a_state_without_rows_and_a_table_without_features_change_nothing(two: OnRanks) -> None:
-    first, second = two(load_elsewhere)
-    assert first == second
