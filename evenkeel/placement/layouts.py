@@ -79,6 +79,7 @@ class Shard:
 
 
 ROW_WISE = Layout(Sharding.ROW_WISE)
+TABLE_WISE = Layout(Sharding.TABLE_WISE)
 
 
 def layouts(table: Table, topology: Topology) -> tuple[Layout, ...]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from evenkeel.placement.access import Eviction, shared_cache
 from evenkeel.placement.invalid_input import InvalidInputError, TimeIsUpError, require
-from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
+from evenkeel.placement.layouts import ROW_WISE, TABLE_WISE, Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
 from evenkeel.placement.options import (
@@ -227,7 +227,8 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
     fine, coarse = (np.unique([*ratios, *pins]) for ratios in (grid, _thinned(grid, len(request.tables))))
     shares_caches = is_fused and request.runtime is Runtime.TORCHREC
     shared = shared_caches(request, indices, fine) if shares_caches else {}
-    options = [_options(request, index, fine, coarse, shared.get(index), watch) for index in indices]
+    pinned = pinned_caches(request, indices) if shares_caches else {}
+    options = [_options(request, index, fine, coarse, shared.get(index), pinned.get(index), watch) for index in indices]
     cached = {(each.layout.sharding, each.dim) for own in options for each in own if each.mode is Mode.CACHING}
     cells: list[tuple[int, int, Module, float, float, float, float]] = []
     for row, (index, own) in enumerate(zip(indices, options, strict=True)):
@@ -281,12 +282,33 @@ def shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) 
     return dict(zip(able, np.clip(held, 1e-9, 1 - 1e-9), strict=True))
 
 
+def pinned_caches(request: PlanRequest, indices: list[int]) -> dict[int, float]:
+    """Of each table that must be cached on one rank, at a given ratio, the fraction of its rows in the cache.
+
+    The tables of a rank share a cache of all the rows that they are given. Which these are is open: every rank counts
+    as if it had its part of all of them. Where ratios are the planner's to choose, a table is priced on its own.
+    """
+    able = [
+        (index, table, table.ratio)
+        for index, table in ((index, request.tables[index]) for index in indices)
+        if table.eviction is Eviction.LRU and table.ratio and table_layouts(request, table) == (TABLE_WISE,)
+        and allowed_modes(request, table, TABLE_WISE) == (Mode.CACHING,)
+    ]  # fmt: skip
+    if len(able) < 2:
+        return {}
+    keys = [rank_load(request, table, TABLE_WISE).keys for _, table, _ in able]
+    rows = [table.rows for _, table, _ in able]
+    held = shared_cache(keys, rows, np.array([sum(table.rows * ratio for _, table, ratio in able)]))[:, 0] / rows
+    return dict(zip((index for index, *_ in able), np.clip(held, 1e-9, 1 - 1e-9).tolist(), strict=True))
+
+
 def _options(
     request: PlanRequest,
     index: int,
     fine: FloatArray,
     coarse: FloatArray,
     shared: FloatArray | None,
+    pinned: float | None,
     watch: Watch | None,
 ) -> list[Option]:
     """All placements of one table."""
@@ -299,8 +321,11 @@ def _options(
     try:
         found = []
         for layout in layouts:
-            ways = (fine, shared) if layout == ROW_WISE else (coarse, None)
-            found += table_options(request, table, ways[0], layout, shared=ways[1])
+            if layout == ROW_WISE:
+                found += table_options(request, table, fine, layout, shared=shared)
+            else:
+                own = None if pinned is None else np.full(len(coarse), pinned)
+                found += table_options(request, table, coarse, layout, shared=own)
     except OverflowError:
         what = "asks for more bytes or lookups than can be counted"
         remedy = "lower ids_per_sample, features or step.samples_per_rank, or plan for fewer ranks"

@@ -20,6 +20,7 @@ from evenkeel.placement import (
     Optimizer,
     PlanRequest,
     Runtime,
+    Sharding,
     SolveCancelledError,
     SolverOptions,
     Status,
@@ -157,6 +158,22 @@ def test_a_wide_table_that_is_not_cached_does_not_widen_the_cache() -> None:
     assert found.seconds is not None
     assert pinned.seconds is not None
     assert found.seconds <= pinned.seconds * (1 + 1e-9)
+
+
+def test_a_plan_of_another_planner_shares_a_cache_table_wise_as_it_does_row_wise() -> None:
+    """On one rank the two are the same kernels; the cache keeps what all tables looked up last."""
+
+    def seconds(sharding: Sharding) -> float | None:
+        tables = [
+            Table(
+                name=f"t{i}", rows=10**4 * i**3, dim=64, ids_per_sample=i, pooled=True, access=Zipf(exponent=0.7 + i / 10),
+                modes=(Mode.CACHING,), ratio=0.2, sharding=sharding,
+            )
+            for i in range(1, 6)
+        ]  # fmt: skip
+        return plan(request(tuple(tables), hbm_gib=64, ranks=1, runtime="torchrec")).seconds
+
+    assert seconds(Sharding.TABLE_WISE) == pytest.approx(seconds(Sharding.ROW_WISE))
 
 
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
