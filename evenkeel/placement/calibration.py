@@ -101,8 +101,9 @@ def with_whole_steps(
     asked = [request_of(sample, profile) for sample in samples]
     plans = [plan(request) for request in asked]
     works = [step_work(*each) for each in zip(asked, plans, strict=True)]
-    measured = [(work, sample.seconds) for work, sample in zip(works, samples, strict=True)]
-    alone = samples[0].ranks == 1
+    alone = samples[0].ranks == 1  # elsewhere the tables' time has exchanges in it
+    kernels = [(sample.kernels_s or 0.0) if alone else 0.0 for sample in samples]
+    measured = list(zip(works, [sample.seconds for sample in samples], kernels, strict=True))
     costs = fit_step_costs(measured, MEASURED_ONE_RANK if alone else MEASURED)
     known = profile.costs(Runtime.TORCHREC)
     torchrec = replace(known, step_one_rank=costs) if alone else replace(known, step=costs)

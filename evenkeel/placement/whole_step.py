@@ -72,6 +72,7 @@ class StepWork:
         caching: Exchanges with a cached table in them.
         of_rows: Exchanges of rows that are not pooled.
         sweep_s: Time of the GPU to read or write every byte once that a rank sends or receives.
+        kernels: Time of the tables' kernels alone.
     """
 
     tables: float
@@ -80,6 +81,7 @@ class StepWork:
     caching: int
     of_rows: int
     sweep_s: float
+    kernels: float = 0.0
 
 
 def step_work(request: PlanRequest, plan: Plan) -> StepWork:
@@ -101,14 +103,9 @@ def step_work(request: PlanRequest, plan: Plan) -> StepWork:
     known = request.profile.costs(request.runtime)
     rate = max(rate for _, rate in known.hbm_gather or request.profile.hbm_gather)
     of_rows = sum(not pooled for _, pooled, _ in cached)
-    return StepWork(
-        (plan.seconds or 0.0) - _mixing(request, plan) + (plan.host_seconds or 0.0),
-        len(cached),
-        exchanged,
-        sum(cached.values()),
-        of_rows,
-        moved / rate,
-    )
+    kernels = (plan.seconds or 0.0) - _mixing(request, plan)
+    alone = kernels + (plan.host_seconds or 0.0)
+    return StepWork(alone, len(cached), exchanged, sum(cached.values()), of_rows, moved / rate, kernels)
 
 
 def _mixing(request: PlanRequest, plan: Plan) -> float:
@@ -174,11 +171,12 @@ def seconds_of(work: StepWork, costs: StepCosts) -> float:
     return total
 
 
-def fit_step_costs(samples: Sequence[tuple[StepWork, float]], prior: StepCosts = MEASURED) -> StepCosts:
+def fit_step_costs(samples: Sequence[tuple[StepWork, float, float]], prior: StepCosts = MEASURED) -> StepCosts:
     """The costs that predict measured steps best, by relative error; what they do not tell stays near `prior`.
 
     Args:
-        samples: What each step consisted of, and its seconds.
+        samples: What each step consisted of, its seconds, and those of its kernels alone; 0 where they are not known.
+            Without them steps that wait for the host tell little of what the GPU does.
         prior: What is expected.
     """
     names = [field.name for field in fields(StepCosts)]
@@ -190,7 +188,9 @@ def fit_step_costs(samples: Sequence[tuple[StepWork, float]], prior: StepCosts =
 
     def residuals(x: Any) -> Any:
         costs = costs_of(x)
-        errors = [math.log(max(seconds_of(work, costs), 1e-12) / seconds) for work, seconds in samples]
+        pairs = [(seconds_of(work, costs), seconds) for work, seconds, _ in samples]
+        pairs += [(work.kernels + exchange_kernel_seconds(work, costs), alone) for work, _, alone in samples if alone]
+        errors = [math.log(max(predicted, 1e-12) / seconds) for predicted, seconds in pairs]
         return np.concatenate([errors, _PRIOR_WEIGHT * (x - start)])
 
     found = least_squares(residuals, np.maximum(start, 1e-3), bounds=(0.0, 1e3), loss="soft_l1", f_scale=0.1)
@@ -233,6 +233,7 @@ class StepSample(Checked):
         optimizer: Fused optimizer of all tables.
         ranks: Ranks that it was measured on.
         seconds: Forward and backward of one step, in steady state; 0 where it is not measured yet.
+        kernels_s: Its kernels alone, exchanges apart; None where they are not known.
     """
 
     name: Annotated[str, Length(1, 512)]
@@ -241,6 +242,7 @@ class StepSample(Checked):
     optimizer: Optimizer = Optimizer.ROWWISE_ADAGRAD
     ranks: Annotated[int, Range(1, MAX_RANKS)] = 2
     seconds: Annotated[float, Range(0, 3600)] = 0.0
+    kernels_s: Annotated[float, Range(0, 3600)] | None = None
 
 
 def table_name(part: int, index: int) -> str:

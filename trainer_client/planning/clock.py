@@ -47,7 +47,7 @@ def contenders(request: PlanRequest, first: Plan, torchrecs: Mapping[str, Any] |
     for factor, name in _MISSES.items():
         costs = request.profile.costs(request.runtime)
         runtimes = {request.runtime.value: replace(costs, miss_factor=factor * costs.miss_factor)}
-        made[name] = _planned(replace(request, hardware=replace(request.profile, runtimes=runtimes)))
+        made[name] = _priced(request, _planned(replace(request, hardware=replace(request.profile, runtimes=runtimes))))
     with contextlib.suppress(InvalidInputError):  # there may be no time to price all tables
         made |= trivial_plans(with_time(request, min(_SEARCH_S, request.solver.time_limit_s)))
     with contextlib.suppress(InvalidInputError):  # TorchRec cuts into widths that FBGEMM does not take
@@ -65,6 +65,23 @@ def _planned(request: PlanRequest) -> Plan | None:
         return plan(with_time(request, min(_SEARCH_S, request.solver.time_limit_s)))
     except InvalidInputError:  # a table may have no such mode or sharding
         return None
+
+
+def _priced(request: PlanRequest, found: Plan | None) -> Plan | None:
+    """A plan that was made for other costs, with the times that this request's profile predicts."""
+    if found is None or not found.placements:
+        return None
+    tables = [
+        replace(
+            table,
+            modes=(placed.mode,),
+            ratio=placed.ratio if 0 < placed.ratio < 1 else None,
+            sharding=placed.sharding,
+            column_shards=placed.column_shards if placed.column_shards > 1 else table.column_shards,
+        )
+        for table, placed in zip(request.tables, found.placements, strict=True)
+    ]
+    return _planned(replace(request, tables=tuple(tables)))
 
 
 def as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:

@@ -166,8 +166,8 @@ def test_a_plan_of_another_planner_shares_a_cache_table_wise_as_it_does_row_wise
     def seconds(sharding: Sharding) -> float | None:
         tables = [
             Table(
-                name=f"t{i}", rows=10**4 * i**3, dim=64, ids_per_sample=i, pooled=True, access=Zipf(exponent=0.7 + i / 10),
-                modes=(Mode.CACHING,), ratio=0.2, sharding=sharding,
+                name=f"t{i}", rows=10**4 * i**3, dim=64, ids_per_sample=i, pooled=True, sharding=sharding,
+                access=Zipf(exponent=0.7 + i / 10), modes=(Mode.CACHING,), ratio=0.2,
             )
             for i in range(1, 6)
         ]  # fmt: skip

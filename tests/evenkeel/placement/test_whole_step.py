@@ -27,6 +27,7 @@ from evenkeel.placement.whole_step import (
     StepSample,
     StepWork,
     TablePart,
+    exchange_kernel_seconds,
     fit_step_costs,
     host_seconds,
     request_of,
@@ -122,8 +123,14 @@ def test_costs_that_made_steps_are_found_from_them() -> None:
     ]  # fmt: skip
     request = _request(2, _table("a", Mode.HBM_ONLY))
     found = plan(request)
+    timed = [replace(work, kernels=work.tables) for work in works]
+    slow = replace(COSTS, host_s=0.02)  # steps that all wait for the host
+    alone = [(work, seconds_of(work, slow), work.kernels + exchange_kernel_seconds(work, slow)) for work in timed]
+    fitted = fit_step_costs(alone)
+    for work in timed:
+        assert exchange_kernel_seconds(work, fitted) == pytest.approx(exchange_kernel_seconds(work, slow), rel=0.05)
     unseen = [StepWork(2e-4, 2, 150, 1, 1, 0.0), StepWork(1e-3, 1, 30, 0, 0, 2e-3), StepWork(7e-3, 2, 8, 0, 1, 1e-3)]
-    fitted = fit_step_costs([(work, seconds_of(work, COSTS)) for work in works])
+    fitted = fit_step_costs([(work, seconds_of(work, COSTS), 0.0) for work in works])
     for work in unseen:
         assert seconds_of(work, fitted) == pytest.approx(seconds_of(work, COSTS), rel=0.05)
     assert whole_step_seconds(request, found, fitted) == pytest.approx(

@@ -57,6 +57,7 @@ def test_contenders_are_those_of_a_minute_and_all_of_them_fit() -> None:
     assert "all in HBM" not in found
     for made in found.values():
         assert made.hbm.used_bytes <= request.topology.hbm_budget
+        assert (made.seconds or 0.0) >= (first.bound_seconds or 0.0), "all are priced by the same profile"
     alike = found["all cached alike"].placements
     assert {placed.mode for placed in alike} == {Mode.CACHING}
     assert max(placed.ratio for placed in alike) - min(placed.ratio for placed in alike) < 1e-6
