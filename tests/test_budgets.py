@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13479, 9500),
+    "evenkeel": (13508, 9500),
     "services": (4529, 4500),
     "services/balancer": (1749, 2000),
-    "trainer_client": (21356, 15000),
+    "trainer_client": (21374, 15000),
     "trainer_client/balancing": (10948, 8000),
-    "tests": (28393, 20000),
+    "tests": (28418, 20000),
     "benchmarks": (8044, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
