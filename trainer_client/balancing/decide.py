@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.schema import remedy
+from trainer_client.balancing.batches.schema import Schema, remedy
 from trainer_client.balancing.contribution import DROP_LAST, INVALID, OUT_OF_ORDER, USERS, Contributions, State
 from trainer_client.balancing.errors import PeersDifferError, SchemaMismatchError, out_of_order
 from trainer_client.balancing.report import Mode, Reason
@@ -182,23 +182,17 @@ def _schemas_differ(contributions: Contributions, lines_of: Callable[[int], Sequ
     """The error of ranks whose batches have other fields; `lines_of` knows those of earlier schemas."""
     ranks, numbers = contributions.with_samples, contributions.headers["schema"]
     first, other = ranks[0], next(rank for rank in ranks if numbers[rank] != numbers[ranks[0]])
-    lines = []
+    schemas = []
     for rank in (first, other):
         extras = contributions.extras.get(rank)
         template = None if extras is None else extras.template
-        lines.append(lines_of(int(numbers[rank])) if template is None else template.schema.lines)
-    only_first = [line for line in lines[0] if line not in lines[1]]
-    only_other = [line for line in lines[1] if line not in lines[0]]
-    here, there = "; ".join(only_first), "; ".join(only_other)
-    if here and there:
-        both = f"rank {first} has {here}, rank {other} has {there}"
-    elif here:
-        both = f"rank {first} has {here}, which rank {other} lacks"
-    elif there:
-        both = f"rank {other} has {there}, which rank {first} lacks"
-    else:
-        both = f"ranks {first} and {other} have the same fields in another order"
-    return SchemaMismatchError(f"batches differ between ranks: {both}; {remedy(only_first, only_other)}; {NAMES}")
+        lines = lines_of(int(numbers[rank])) if template is None else template.schema.lines
+        schemas.append(Schema(lines=tuple(lines)))
+    one, another = schemas
+    difference = one.diff(another, own=f"rank {first}", others=f"rank {other}").replace("\n", "; ")
+    return SchemaMismatchError(
+        f"batches differ between ranks: {difference}; {remedy(one.lines, another.lines)}; {NAMES}"
+    )
 
 
 def _shared_values_differ(contributions: Contributions) -> SchemaMismatchError:

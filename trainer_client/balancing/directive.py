@@ -9,7 +9,7 @@ The extras are the same for all ranks; what follows is each one's own. Each part
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -219,13 +219,10 @@ def read_directive(
     reports = tuple(
         RoundReport(
             round=number, batch=batch, mode=decision.mode, reason=decision.reason, ranks=decision.ranks,
-            world_size=extras.world_size, home_load=home_load, own_load=own_load, mean_load=one.mean_load,
-            max_load_before=one.max_load_before, max_load=one.max_load_after, imbalance_before=one.imbalance_before,
-            imbalance=one.imbalance_after, lower_bound=one.lower_bound, samples=one.samples,
-            own_samples=int(plan.slices[batch].source_counts.sum()), moved_samples=one.moved_samples, size=one.size,
-            moved_size=one.moved_size, wait_seconds=extras.wait_seconds, partition_seconds=extras.partition_seconds,
-            split_samples=one.split_samples, pieces=one.pieces, exchanged=one.exchanged,
-            max_load_whole=one.max_load_whole, learned=extras.learned,
+            world_size=extras.world_size, home_load=home_load, own_load=own_load,
+            own_samples=int(plan.slices[batch].source_counts.sum()), wait_seconds=extras.wait_seconds,
+            partition_seconds=extras.partition_seconds, learned=extras.learned,
+            **{figure.name: getattr(one, figure.name) for figure in fields(Figures)},
         )
         for batch, (one, (home_load, own_load)) in enumerate(zip(figures, loads, strict=True))
     )  # fmt: skip

@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import cache
 
 from evenkeel.partitioning.delays import Delay
+from evenkeel.partitioning.rounds import Figures
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,11 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundReport:
+class RoundReport(Figures):
     """One round as seen by one rank. Loads are in units of the cost; what is unknown of them is NaN.
 
-    Where the costs of some rank cannot be used, loads are unknown.
+    Where the costs of some rank cannot be used, loads are unknown. Beside what is here it has the attributes of
+    `Figures`, of the batch.
 
     Attributes:
         round: Round number of the loader's stream.
@@ -56,24 +58,9 @@ class RoundReport:
         world_size: Number of ranks that balance together.
         home_load: Load of this rank's samples as loaded.
         own_load: Load of the samples that this rank trains.
-        mean_load: Mean over the ranks.
-        max_load_before: Largest load over speed as loaded.
-        max_load: Largest load over speed after the round, with what the exchange of split samples takes.
-        imbalance_before: Max/mean of load over speed as loaded.
-        imbalance: The same as trained.
-        lower_bound: No assignment of whole samples has a smaller maximum.
-        samples: Samples of all ranks.
         own_samples: Samples that this rank trains, each piece of a split sample as one.
-        moved_samples: Samples that changed rank, over all ranks.
-        size: Bytes of all samples.
-        moved_size: Bytes of the samples that changed rank.
         wait_seconds: How long the lead waited for the service (hidden behind training unless too long).
         partition_seconds: Time of the partition search.
-        split_samples: Samples that are split over ranks, of all ranks.
-        pieces: Pieces that they are split into.
-        exchanged: Positions whose keys and values go to another rank, counted for each rank that they go to.
-        max_load_whole: Where samples are split, the `max_load` of the best plan found without; 0 otherwise, and where
-            no such plan keeps within the memory caps.
         learned: What was known of the ranks' speeds when the round was planned; all equal unless steps are measured.
     """
 
@@ -85,24 +72,20 @@ class RoundReport:
     world_size: int = 1
     home_load: float
     own_load: float
-    mean_load: float
-    max_load_before: float
-    max_load: float
-    imbalance_before: float
-    imbalance: float
-    lower_bound: float
-    samples: int
     own_samples: int
-    moved_samples: int = 0
-    size: int = 0
-    moved_size: int = 0
     wait_seconds: float = 0.0
     partition_seconds: float = 0.0
-    split_samples: int = 0
-    pieces: int = 0
-    exchanged: int = 0
-    max_load_whole: float = 0.0
     learned: LearnedSpeeds = ALL_EQUAL
+
+    @property
+    def max_load(self) -> float:
+        """Largest load over speed after the round, with what the exchange of split samples takes."""
+        return self.max_load_after
+
+    @property
+    def imbalance(self) -> float:
+        """Max/mean of load over speed as trained."""
+        return self.imbalance_after
 
     @property
     def stragglers(self) -> tuple[Straggler, ...]:

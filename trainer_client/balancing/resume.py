@@ -16,6 +16,9 @@ from trainer_client.balancing.errors import ResumeError
 from trainer_client.balancing.source import Position
 
 VERSION = 2
+REPEAT = (
+    "from a state between windows, or with load_state_dict(…, repeat_window=True), which trains the whole window again"
+)
 _WINDOW = {"size": int, "done": int, "digest": str, "speeds": list, "plain": bool}
 
 
@@ -201,9 +204,8 @@ def state_for(
     other = f"state['world_size'] is {first.world_size}, and this job has {world_size}"
     if first.window is not None and not first.finished:
         raise ResumeError(
-            f"{other}; the state was taken within a window, which only as many ranks can divide as before; go on from "
-            "a state between windows, or with load_state_dict(…, repeat_window=True), which trains the whole window "
-            "again"
+            f"{other}; the state was taken within a window, which only as many ranks can divide as before; go on "
+            f"{REPEAT}"
         )
     first = replace(first, rank=rank, world_size=world_size)
     if first.finished or by_sampler:

@@ -13,9 +13,7 @@ from trainer_client.balancing.errors import ResumeError
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.lead import Round, Stage
 from trainer_client.balancing.report import Reason
-
-_REPEAT = "from a state between windows, or with load_state_dict(…, repeat_window=True), which trains the whole window "
-_REPEAT += "again"
+from trainer_client.balancing.resume import REPEAT
 
 
 def check_window(flats: Sequence[FlatBatch]) -> None:
@@ -46,7 +44,7 @@ class WindowStates(Stage):
         if window["size"] != self._size:
             raise ResumeError(
                 f"the state was taken within a window of {window['size']} batches, and this job has "
-                f"window={self._size}; go on with BalanceOptions(window={window['size']}), {_REPEAT}"
+                f"window={self._size}; go on with BalanceOptions(window={window['size']}), {REPEAT}"
             )
         self._known[round_.number] = window
         round_.options = replace(round_.options, speeds=tuple(window["speeds"]))
@@ -63,7 +61,7 @@ class WindowStates(Stage):
             if digest != window["digest"]:
                 raise ResumeError(
                     "the window that the state was taken in is divided otherwise now; go on with the same data, costs, "
-                    f"options and version of evenkeel, {_REPEAT}"
+                    f"options and version of evenkeel, {REPEAT}"
                 )
             assert round_.samples is not None
             batches = round_.decision.batches

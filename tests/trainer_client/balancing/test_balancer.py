@@ -67,7 +67,7 @@ def test_schemas_that_differ_are_an_error_on_all_ranks_that_shows_both() -> None
     """And a first batch that is None is refused as a later one."""
     wanted = {
         different_schemas: ("rank 0 has x: float32", "rank 1 has x: float64"),
-        missing_fields: ("rank 0 has x: float32", "which rank 1 lacks"),
+        missing_fields: ("rank 0 has x: float32", "rank 1 has no x"),
         schemas_that_change: ("extra", "rank 0", "rank 1"),
     }
     *by_job, refused = run_in_turn(2, *((job,) for job in wanted), (nothing_first,), check=False)

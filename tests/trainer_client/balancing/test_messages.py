@@ -152,10 +152,10 @@ def test_a_pass_ends_with_all_data_or_with_the_first_rank_that_leaves() -> None:
 
 
 def test_schemas_that_differ_are_told_by_ranks_beside_one_without_samples() -> None:
-    lines = {1: ("id int64",), 2: ("id int32",)}
+    lines = {1: ("id: int64",), 2: ("id: int32",)}
     rules = Rules(name="train", schema_lines=lambda number: lines[number])
     error = decide(Contributions.of([one(), NOTHING_LEFT, one(schema=2)]), rules).error
-    assert "rank 0 has id int64, rank 2 has id int32" in str(error)
+    assert "rank 0 has id: int64; rank 2 has id: int32" in str(error)
 
 
 @pytest.mark.parametrize(

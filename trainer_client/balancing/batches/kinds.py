@@ -77,7 +77,9 @@ def _is_value(lengths: NDArray[np.int64], width: int, padding: Padded) -> NDArra
 
 
 def _rows_of(is_value: NDArray[np.bool_], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.flatnonzero(is_value)).to(device, non_blocking=True)
+    rows = torch.from_numpy(np.flatnonzero(is_value))
+    # from other memory the host would wait for what the device is doing
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
 def _bytes_if_small(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -101,7 +101,8 @@ class TokenBudgetSampler(OrderedBatchSampler):
         self.memory_cap = memory_cap
         self._costs = _numbers("costs", costs, data, self.num_samples)
         self._memory = self._costs if memory is None else _numbers("memory", memory, data, self.num_samples)
-        self._amounts: _Amounts | None = None
+        # of the next samples of an order from a position on, costs and memory as far as they have been read
+        self._amounts: tuple[SampleOrder, int, NDArray[Any], NDArray[Any]] | None = None
         self._divided: tuple[SampleOrder, int, int, NDArray[np.int32]] | None = None  # the latest global batch
         self._counted: tuple[int, int, bool] | None = None  # the latest epoch's
 
@@ -201,26 +202,16 @@ class TokenBudgetSampler(OrderedBatchSampler):
 
     def _read(self, order: SampleOrder, begin: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """(count,) costs and memory of the samples from a position on; what was read of later ones is kept."""
-        if self._amounts is None or self._amounts.order is not order or begin < self._amounts.begin:
-            self._amounts = _Amounts(order, begin, np.empty(0, np.int64), np.empty(0, np.int64))
-        read = self._amounts
-        costs, memory = read.costs[begin - read.begin :], read.memory[begin - read.begin :]
+        if self._amounts is None or self._amounts[0] is not order or begin < self._amounts[1]:
+            self._amounts = order, begin, np.empty(0, np.int64), np.empty(0, np.int64)
+        costs, memory = (read[begin - self._amounts[1] :] for read in self._amounts[2:])
         if count > costs.size:
             indexes = order.samples(np.arange(begin + costs.size, begin + count))
             more = _at("costs", self._costs, indexes)
             taken = more if self._memory is self._costs else _at("memory", self._memory, indexes)
             costs, memory = np.concatenate((costs, more)), np.concatenate((memory, taken))
-        self._amounts = _Amounts(order, begin, costs, memory)
+        self._amounts = order, begin, costs, memory
         return costs[:count], memory[:count]
-
-
-class _Amounts(NamedTuple):
-    """Costs and memory of the next samples of an order, as far as they have been read."""
-
-    order: SampleOrder
-    begin: int
-    costs: NDArray[Any]
-    memory: NDArray[Any]
 
 
 def _numbers(field: str, values: Costs, data: Sized | int, num_samples: int) -> Callable[[int], float] | NDArray[Any]:
