@@ -486,7 +486,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Predicted kernels over measured ones, and whole steps: the larger of the host, and the dense part with kernels.
+    """Predicted kernels over measured ones, and whole steps: nothing is prefetched, so half of the launches are waited for.
 
     Pairs are plans of one cell whose kernels differ by more than 3 %, the noise of the measurement.
     """
@@ -498,8 +498,8 @@ def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         kernels += [each["predicted_kernels_ms"] / each["kernels_ms"] for each in known]
         for each in known:
             for dense, wall in each["wall_ms"].items():
-                step = max(each["predicted_host_ms"], float(dense) + each["predicted_kernels_ms"])
-                steps.append(step / wall)
+                step = float(dense) + each["predicted_kernels_ms"] + each["predicted_host_ms"] / 2
+                steps.append(max(each["predicted_host_ms"], step) / wall)
         for one, other in itertools.combinations(known, 2):
             measured, predicted = (one[key] - other[key] for key in ("kernels_ms", "predicted_kernels_ms"))
             if abs(measured) > 0.03 * min(one["kernels_ms"], other["kernels_ms"]):
