@@ -486,7 +486,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Predicted kernels over measured ones, and whole steps: nothing is prefetched, so half of the launches are waited for.
+    """Predicted kernels and steps over measured ones; nothing is prefetched, so half of the launches are waited for.
 
     Pairs are plans of one cell whose kernels differ by more than 3 %, the noise of the measurement.
     """
