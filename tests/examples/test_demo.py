@@ -1,17 +1,20 @@
 """The whole demo: a real balancer, real ranks, off and on."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import zygote
+
 
 @pytest.mark.timeout(300)
-def test_the_demo_gains_learns_and_loses_nothing(tmp_path: Path) -> None:
+def test_the_demo_gains_learns_and_loses_nothing(
+    tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", str(forked_python))  # of the balancer
     options = ("--json", "--ranks", "2", "--steps", "12", "--out", str(tmp_path))
-    run = subprocess.run([sys.executable, "-m", "examples.demo", *options], capture_output=True, text=True, timeout=280)
+    run = zygote.run("examples.demo", *options, timeout=280)
     assert run.returncode == 0, run.stderr
     summary = json.loads(run.stdout.splitlines()[-1])
     off, on = summary["off"], summary["on"]

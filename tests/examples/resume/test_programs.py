@@ -35,9 +35,10 @@ def test_killed_it_goes_on(program: str, tmp_path: Path) -> None:
 
     assert Job(program, 2, killed, *SMALL).ended() == printed
     assert ledger(killed) == ledger(whole)  # losses and weights are the same, bit for bit
-    Job(program, 3, other, *SMALL).ended()
-    assert {line["step"] for line in ledger(other) if line["rank"] == 2} == set(range(7, 13))
-    assert [users(other, epoch) for epoch in range(2)] == [list(range(96))] * 2
+    if program in ("torchrec_pipeline", "accelerate_loop", "titan"):  # the others are preempted below
+        Job(program, 3, other, *SMALL).ended()
+        assert {line["step"] for line in ledger(other) if line["rank"] == 2} == set(range(7, 13))
+        assert [users(other, epoch) for epoch in range(2)] == [list(range(96))] * 2
 
 
 @pytest.mark.parametrize(("program", "window"), [("ddp", 4), ("lightning_loop", 1)])

@@ -204,18 +204,6 @@ def _by_loader(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> 
         yield batch, loader.splits, loader.loss_scale
 
 
-def _ahead(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Told]:
-    """As pipelines do: each batch is trained when the next one has been fetched, and copied in between."""
-    waiting: list[BalancedBatch[SequenceBatch]] = []
-    for balanced in balanced_batches(_loader(case, batches, balancer)):
-        waiting.append(balanced.to("cpu"))
-        if len(waiting) > 1:
-            first = waiting.pop(0)
-            yield first.batch, first.splits, first.loss_scale
-    for last in waiting:
-        yield last.batch, last.splits, last.loss_scale
-
-
 def _by_hand(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Told]:
     cost, spec = case.options.cost(), SequenceBatch.spec()
     for batch in [*batches, *[None] * 9]:
@@ -226,7 +214,7 @@ def _by_hand(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> It
         yield balanced, ticket.splits, 1.0
 
 
-LOOPS = {"loader": _by_loader, "ahead": _ahead, "by hand": _by_hand}
+LOOPS = {"loader": _by_loader, "by hand": _by_hand}
 
 
 def _by_sample(logits: Tensor, batch: SequenceBatch) -> dict[int, float]:

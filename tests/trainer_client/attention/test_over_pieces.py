@@ -81,7 +81,7 @@ def check_equal(program: Program, parts: list[dict[str, Any]]) -> None:
         torch.testing.assert_close(torch.tensor(rows[place]), torch.tensor(values), atol=1e-9, rtol=1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(program=programs())
 def test_ranks_train_what_one_process_trains(ranks: GlooRanks, program: Program) -> None:
     check_equal(program, run(ranks, program))

@@ -171,7 +171,7 @@ def _loaded(program: Program, number: int, steps: range) -> Iterator[int]:
                 yield from source(rank, number, count)[step]["id"].tolist()
 
 
-@settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(program=programs())
 def test_programs_that_leave_their_loops_anywhere(ranks: GlooRanks, balancer: ServiceProcess, program: Program) -> None:
     arguments = [(rank, program, balancer.address) for rank in range(program.ranks)]

@@ -33,7 +33,7 @@ def run(ranks: GlooRanks, cases: list[Case], most: int | None = None) -> list[li
     return ranks.call(move, [(batch, [plan[rank] for plan in plans], size, most) for rank, batch in own])
 
 
-@settings(max_examples=120, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(case=cases(), most=st.one_of(st.none(), st.integers(1, 40)))
 def test_what_is_moved_is_the_reference_gather_bit_by_bit(ranks: GlooRanks, case: Case, most: int | None) -> None:
     """Also in small pieces, and with several in flight."""

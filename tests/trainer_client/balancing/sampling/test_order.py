@@ -54,7 +54,7 @@ def test_the_order_does_not_change_between_releases() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [2, 3, 5])
+@pytest.mark.parametrize("length", [2, 3, 4])
 def test_all_orders_of_few_samples_are_equally_likely(length: int) -> None:
     counts = Counter(tuple(_all(length, seed).tolist()) for seed in range(20 * math.factorial(length)))
     assert chisquare([counts[order] for order in permutations(range(length))]).pvalue > LEAST_P
@@ -64,7 +64,7 @@ def test_all_orders_of_few_samples_are_equally_likely(length: int) -> None:
 def test_every_sample_is_as_likely_at_every_place(length: int) -> None:
     bins = min(length, 20)
     table = np.zeros((bins, bins), np.int64)
-    for epoch in range(4000 if length < 100 else 400):
+    for epoch in range(1500 if length < 100 else 300):
         at = np.arange(length) * bins // length
         np.add.at(table, (at, at[_all(length, 3, epoch)]), 1)
     expected = np.outer(table.sum(1), table.sum(0)) / table.sum()

@@ -68,7 +68,7 @@ def _expected(costs: NDArray[Any], budget: float, least: int, most: int, order: 
     return [sorted(batch) for batch in batches if batch]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(length=st.integers(0, 120), world_size=st.integers(1, 5), size=st.integers(5, 30), shuffle=st.booleans())
 def test_ranks_share_each_global_batch_along_the_order(length: int, world_size: int, size: int, shuffle: bool) -> None:
     ranks = _counted(length, world_size, size, seed=3, shuffle=shuffle)
@@ -80,7 +80,7 @@ def test_ranks_share_each_global_batch_along_the_order(length: int, world_size: 
     assert [len(rank) for rank in ranks] == [sum(bool(step[k]) for step in steps) for k in range(world_size)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_global_batches_are_the_next_samples_that_fit_the_budget(data: Any) -> None:
     count = data.draw(st.integers(0, 120))

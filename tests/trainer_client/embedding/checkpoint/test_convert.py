@@ -187,7 +187,7 @@ def count(frame, event, argument):
             os.kill(os.getpid(), signal.SIGKILL)
 
 for form in ("dynamicemb", "dcp"):
-    for kill_at in [500 * 2**step + step for step in range(8)] + [0]:
+    for kill_at in [500 * 4**step + step for step in range(4)] + [0]:
         child = os.fork()
         if child == 0:
             calls = 0
@@ -212,8 +212,8 @@ def peak(name, form):
     convert(open_checkpoint(root / name), root / (name + form), world_size=4, target_format=form)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
-dump("small", 400_000)
-dump("large", 1_200_000)
+dump("small", 200_000)
+dump("large", 600_000)
 print(*[peak(name, form) for name in ("small", "large") for form in ("dynamicemb", "dcp")])
 """
 
@@ -231,15 +231,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_memory_does_not_grow_with_the_table(alone: tuple[Path, list[str]]) -> None:
     after_small, after_large = map(int, alone[1][-1].split()[1::2])
-    # 211 MB more rows: what may grow is the keys of one rank, 1.6 MB, and their sort.
-    assert after_large - after_small < 48
+    # 106 MB more rows: what may grow is the keys of one rank, 0.8 MB, and their sort.
+    assert after_large - after_small < 24
 
 
 def test_killed_anywhere_there_is_the_old_checkpoint_or_the_new_one(alone: tuple[Path, list[str]]) -> None:
     root, lines = alone
-    for form, tries in (("dynamicemb", lines[:9]), ("dcp", lines[9:-1])):
+    for form, tries in (("dynamicemb", lines[:5]), ("dcp", lines[5:-1])):
         killed, left = zip(*map(str.split, tries), strict=True)
-        assert killed.count("True") >= 3
+        assert killed.count("True") >= 2
         assert left[-1] == "3"
         assert set(left) <= {"2", "3"}
         assert list(left) == sorted(left)

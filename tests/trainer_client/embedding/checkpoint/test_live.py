@@ -107,7 +107,7 @@ def save_and_load(trip: RoundTrip, root: str) -> list[dict[Any, list[torch.Tenso
     return [before, after]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(TRIPS)
 def test_what_ranks_save_any_ranks_load_under_any_routing(
     ranks: GlooRanks, tmp_path_factory: pytest.TempPathFactory, trip: RoundTrip

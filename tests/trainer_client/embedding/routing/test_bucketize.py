@@ -40,13 +40,13 @@ def assert_same(ours: tuple[torch.Tensor | None, ...], theirs: tuple[torch.Tenso
             assert torch.equal(mine, other), field
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches())
 def test_equals_the_definition_in_every_mode(batch: Batch) -> None:
     assert_same(batch.bucketized(), batch.by_definition())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches(modes=(continuous(),), negative=True), st.booleans(), st.booleans())
 def test_equals_fbgemm_in_continuous_mode(batch: Batch, positions: bool, permutation: bool) -> None:
     if not batch.block_sizes or not batch.lengths.numel():
