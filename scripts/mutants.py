@@ -1,10 +1,11 @@
 """Changes single expressions of the core, and tells which changes no test notices.
 
-    python -m scripts.mutants --area decide --count 25 --minutes 8
+    python -m scripts.mutants --rooms decide slices --count 25 --minutes 8 --json benchmarks/results/mutants.json
 
-A mutant is one comparison, operator, condition, number or check that is another. It is written into a copy of the
-tree, where the area's tests run until one fails; one that takes several times as long as without it has failed too.
-The exit status is 1 if less than nine of ten are noticed.
+A mutant is one comparison, operator, condition or number that is another, or a call that is gone. It is written into a
+copy of the tree, where the room's tests run until one fails; one that takes several times as long as without it has
+failed too. With a result file, a run goes on where the last one ended. The exit status is 1 if less than nine of ten
+are noticed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import copy
+import json
 import os
 import random
 import shutil
@@ -24,123 +25,84 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis  # noqa: F401  # these are what takes long to import
-import numba  # noqa: F401
+import numba
 import pytest
 import scipy.optimize  # noqa: F401
 import torch  # noqa: F401
 
+from benchmarks.harness import results
+
 ROOT = Path(__file__).parents[1]
-BALANCING, EMBEDDING, PARTITIONING = "trainer_client/balancing", "trainer_client/embedding", "evenkeel/partitioning"
-AREAS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and their tests, the quickest first
-    "decide": (BALANCING, "decide", f"{BALANCING}/test_messages {BALANCING}/test_stages model/test_protocol"),
-    "contribution": (BALANCING, "contribution", f"{BALANCING}/test_messages model/test_protocol"),
-    "directive": (BALANCING, "directive", f"{BALANCING}/test_messages model/test_protocol"),
-    "slices": (PARTITIONING, "slices", f"{PARTITIONING}/test_slices {PARTITIONING}/test_windows"),
+ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests in its own folder or in another
     "partition": (
-        PARTITIONING, "api minimal_move matching windows stages",
-        " ".join(f"{PARTITIONING}/test_{name}" for name in ("api", "strategies", "minimal_move", "windows", "memory")),
+        "evenkeel/partitioning", "api minimal_move windows stages", "api strategies minimal_move windows memory fuzz",
     ),
-    "routing": (
-        f"{EMBEDDING}/routing", "ownership bucketize skew",
-        f"{EMBEDDING}/routing/test_ownership {EMBEDDING}/routing/test_bucketize {EMBEDDING}/routing/test_kjt",
-    ),
-    "checkpoint": (
-        f"{EMBEDDING}/checkpoint", "convert record files optimizers",
-        f"{EMBEDDING}/checkpoint/test_convert {EMBEDDING}/checkpoint/test_optimizers",
-    ),
-    "hot": (
-        f"{EMBEDDING}/tables", "hot hot_choice",
-        f"{EMBEDDING}/tables/test_hot_choice {EMBEDDING}/tables/test_hot",
-    ),
-    "solver": (
-        "evenkeel/placement", "search program trivial",
-        " ".join(f"evenkeel/placement/test_{name}" for name in ("bounds", "search", "planner")),
-    ),
+    "kernels": ("evenkeel/partitioning", "exchange lpt karmarkar_karp matching problem", "strategies minimal_move api"),
+    "slices": ("evenkeel/partitioning", "slices", "slices"),
+    "decide": ("trainer_client/balancing", "decide", "messages stages model/protocol"),
+    "contribution": ("trainer_client/balancing", "contribution", "messages model/protocol"),
+    "directive": ("trainer_client/balancing", "directive", "messages model/protocol"),
+    "routing": ("trainer_client/embedding/routing", "ownership bucketize skew", "ownership bucketize kjt"),
+    "checkpoint": ("trainer_client/embedding/checkpoint", "convert record files optimizers", "convert optimizers"),
+    "solver": ("evenkeel/placement", "search program trivial", "bounds search planner"),
 }  # fmt: skip
-COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.Add,
-    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
-}  # fmt: skip
-NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
+INTERPRETED = {"kernels", "slices"}  # whose kernels are not compiled, which would take a minute for each mutant
+CHOSEN = "not (shape2 or shape3 or they_were or all_samples_on or three_ranks)"  # tests that do not take as long
+PAIRS = [
+    (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
+    (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or),
+    (ast.LShift, ast.RShift), ("min", "max"), ("any", "all"), ("floor", "ceil"),
+]  # fmt: skip
+SWAPPED: dict[Any, Any] = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
 
-def mutants(text: str) -> list[tuple[int, int, str]]:
-    """Number of the node, variant and what is changed, of every mutant of a module."""
-    tree = ast.parse(text)
+def mutants(tree: ast.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Nodes of a module, each with fields that are others in a mutant."""
     skipped = {id(inner) for node in ast.walk(tree) for part in _without_behaviour(node) for inner in ast.walk(part)}
-    found = []
-    for number, node in enumerate(ast.walk(tree)):
-        for variant in range(2) if id(node) not in skipped else ():
-            if told := _change(copy.copy(node), variant):
-                found.append((number, variant, f"{node.lineno} {ast.unparse(node)[:70]!r}: {told}"))  # type: ignore[attr-defined]
-    return found
+    return [(node, change) for node in ast.walk(tree) if id(node) not in skipped for change in _changes(node)]
 
 
-def mutated(text: str, number: int, variant: int) -> str:
-    """The module with a change."""
-    tree = ast.parse(text)
-    _change(list(ast.walk(tree))[number], variant)
-    return ast.unparse(ast.fix_missing_locations(tree))
-
-
-def _without_behaviour(node: ast.AST) -> list[ast.AST]:
-    """Parts that change nothing or only what is told: annotations, messages, decorators, logs."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        arguments = [each.annotation for each in ast.walk(node.args) if isinstance(each, ast.arg)]
-        return [*node.decorator_list, *filter(None, [node.returns, *arguments])]
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+def _without_behaviour(node: Any) -> list[Any]:
+    """Parts that change nothing or only what is told: annotations, decorators, messages, logs."""
+    told = isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("logger", "log.", "cast", "TypeVar"))
+    if told or isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
         return [node]
-    if isinstance(node, ast.ClassDef):
-        return list(node.decorator_list)
-    if isinstance(node, ast.AnnAssign):
-        return [node.annotation]
-    if isinstance(node, ast.Raise):
-        return [node.exc] if node.exc else []
-    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(
-        ("logger", "_logger", "log.", "cast", "TypeVar")
-    ):
-        return [node]
-    return [node] if isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert) else []
+    parts = [getattr(node, name, None) for name in ("annotation", "returns")]
+    return [*filter(None, parts), *getattr(node, "decorator_list", [])]
 
 
-def _change(node: Any, variant: int) -> str:
-    """Makes the node another; what was done, nothing where it cannot be."""
+def _changes(node: Any) -> list[dict[str, Any]]:
     match node:
-        case ast.If() | ast.While() if not (variant and isinstance(node, ast.While)):
-            node.test = ast.Constant(value=bool(variant))
-            return f"condition is {bool(variant)}"
-    if variant:
-        return ""
-    match node:
-        case ast.Compare() if type(node.ops[0]) in COMPARED:
-            node.ops = [COMPARED[type(node.ops[0])](), *node.ops[1:]]
-        case ast.BinOp() | ast.AugAssign() if type(node.op) in COMPUTED and not ast.unparse(node)[0].isupper():
-            node.op = COMPUTED[type(node.op)]()
-        case ast.BoolOp():
-            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        case ast.If() | ast.IfExp():
+            return [{"test": ast.Constant(value=True)}, {"test": ast.Constant(value=False)}]
+        case ast.While():
+            return [{"test": ast.Constant(value=False)}]
+        case ast.Expr(value=ast.Call()):
+            return [{"value": ast.Constant(value=None)}]
         case ast.UnaryOp(op=ast.Not()):
-            node.op, node.operand = ast.Not(), ast.UnaryOp(op=ast.Not(), operand=node.operand)
-        case ast.IfExp():
-            node.body, node.orelse = node.orelse, node.body
-        case ast.Constant(value=bool() | int()):
-            node.value = (not node.value) if isinstance(node.value, bool) else node.value + 1
-        case ast.Name() if node.id in NAMES:
-            node.id = NAMES[node.id]
-        case ast.Attribute() if node.attr in NAMES:
-            node.attr = NAMES[node.attr]
-        case ast.Raise():
-            node.__class__ = ast.Pass
-        case _:
-            return ""
-    return "is another"
+            return [{"operand": ast.UnaryOp(op=ast.Not(), operand=node.operand)}]
+        case ast.Constant(value=bool() | int() as value):
+            return [{"value": not value if isinstance(value, bool) else value + 1}]
+        case ast.Compare() if type(node.ops[0]) in SWAPPED:
+            return [{"ops": [SWAPPED[type(node.ops[0])](), *node.ops[1:]]}]
+        case ast.BinOp() | ast.AugAssign() | ast.BoolOp() if type(node.op) in SWAPPED:
+            return [{"op": SWAPPED[type(node.op)]()}]
+        case ast.Name(id=name) if name in SWAPPED:
+            return [{"id": SWAPPED[name]}]
+        case ast.Attribute(attr=name) if name in SWAPPED:
+            return [{"attr": SWAPPED[name]}]
+    return []
 
 
-def run(tree: Path, tests: list[str], seconds: float) -> bool:
-    """Whether all tests pass in time, in a process that has the libraries already, and nothing of ours."""
+def files_of(room: str) -> tuple[list[str], list[str]]:
+    """The modules of a room, and its tests."""
+    folder, modules, tests = ROOMS[room]
+    split = [(test if "/" in test else f"{folder}/{test}").rpartition("/") for test in tests.split()]
+    return [f"{folder}/{module}.py" for module in modules.split()], [f"tests/{a}/test_{b}.py" for a, _, b in split]
+
+
+def passes(tree: Path, room: str, seconds: float) -> bool:
+    """Whether a room's tests pass in time, in a process that has the libraries already, and nothing of ours."""
     child = os.fork()
     if not child:
         os.setsid()
@@ -148,9 +110,12 @@ def run(tree: Path, tests: list[str], seconds: float) -> bool:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
+        for name in [name for name in sys.modules if name.startswith("benchmarks")]:
+            del sys.modules[name]
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])))
+        numba.config.DISABLE_JIT = room in INTERPRETED  # type: ignore[attr-defined]
+        os._exit(int(pytest.main(["-x", "-q", "-n0", "-pno:cacheprovider", "-k", CHOSEN, *files_of(room)[1]])))
     status, ends = None, time.monotonic() + seconds
     while status is None and time.monotonic() < ends:
         ended, code = os.waitpid(child, os.WNOHANG)
@@ -163,38 +128,51 @@ def run(tree: Path, tests: list[str], seconds: float) -> bool:
     return status == 0
 
 
+def try_room(tree: Path, room: str, known: dict[str, Any], options: argparse.Namespace, ends: float) -> None:
+    """Goes on with a room, and adds to what is known of it."""
+    modules = {file: ast.parse((ROOT / file).read_text("utf-8")) for file in files_of(room)[0]}
+    drawn = [(file, *one) for file, module in modules.items() for one in mutants(module)]
+    random.Random(options.seed).shuffle(drawn)
+    began = time.monotonic()
+    assert passes(tree, room, 600), f"the tests of {room} fail without a mutant"
+    limit = 20 + 3 * (time.monotonic() - began)
+    for file, node, change in drawn[known["tried"] : options.count]:
+        if time.monotonic() > ends:
+            break
+        kept, before = dict(vars(node)), ast.unparse(node).partition("\n")[0]
+        vars(node).update(change)
+        told = f"{file}:{node.lineno}: {before} -> {ast.unparse(node).partition(chr(10))[0]}"
+        (tree / file).write_text(ast.unparse(ast.fix_missing_locations(modules[file])), encoding="utf-8")
+        vars(node).update(kept)
+        if passes(tree, room, limit):
+            known["survivors"].append(told)
+            print(told, flush=True)
+        shutil.copy(ROOT / file, tree / file)
+        known["tried"] += 1
+    print(f"{room}: {known['tried'] - len(known['survivors'])} of {known['tried']} noticed", flush=True)
+
+
 def main() -> int:
-    """Tries mutants of each area."""
+    """Tries mutants of each room."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--area", choices=AREAS, nargs="+", default=list(AREAS), help="what is changed")
-    parser.add_argument("--count", type=int, default=25, help="mutants of each area, drawn at random")
+    parser.add_argument("--rooms", choices=ROOMS, nargs="+", default=list(ROOMS), help="what is changed")
+    parser.add_argument("--count", type=int, default=25, help="mutants of each room, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further mutant is tried")
+    parser.add_argument("--json", type=Path, help="the result file")
     options = parser.parse_args()
-    ends, noticed, tried = time.monotonic() + 60 * options.minutes, 0, 0
+    rooms: dict[str, Any] = {}
+    ends = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", ".hypothesis", "results", "out"))
-        for area in options.area:
-            place, modules, names = AREAS[area]
-            files = [f"{place}/{module}.py" for module in modules.split()]
-            tests = [f"tests/{name}.py" for name in names.split()]
-            began = time.monotonic()
-            assert run(tree, tests, 600), f"the tests of {area} fail without a mutant"
-            limit = 30 + 5 * (time.monotonic() - began)
-            drawn = [(file, *one) for file in files for one in mutants((ROOT / file).read_text("utf-8"))]
-            random.Random(options.seed).shuffle(drawn)
-            for file, number, variant, told in drawn[: options.count]:
-                if time.monotonic() > ends:
-                    break
-                (tree / file).write_text(mutated((ROOT / file).read_text("utf-8"), number, variant), encoding="utf-8")
-                survived = run(tree, tests, limit)
-                shutil.copy(ROOT / file, tree / file)
-                tried, noticed = tried + 1, noticed + (not survived)
-                if survived:
-                    print(f"{area}: not noticed: {file}:{told}", flush=True)
-            print(f"{area}: {noticed} of {tried} noticed so far", flush=True)
-    return int(noticed < 0.9 * tried)
+        for room in options.rooms:
+            rooms = json.loads(options.json.read_text())["rooms"] if options.json and options.json.exists() else rooms
+            known = rooms.get(room, {"tried": 0, "survivors": []})
+            try_room(tree, room, known, options, ends)
+            rooms[room] = known
+            results.write(options.json, {"seed": options.seed, "rooms": rooms})
+    return int(sum(10 * len(each["survivors"]) - each["tried"] for each in rooms.values()) > 0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mutants import AREAS
+from scripts.mutants import ROOMS, files_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -37,6 +37,5 @@ def test_modules_that_scripts_use_exist() -> None:
     for script in [*ROOT.glob("scripts/*.py"), ROOT / "scripts" / "gpu_checks.sh"]:
         for module in re.findall(r"\b((?:benchmarks|tests)(?:\.\w+)+)(?=\s)", script.read_text(encoding="utf-8")):
             assert find_spec(module) is not None, (script.name, module)
-    for place, modules, names in AREAS.values():
-        for path in [f"{place}/{name}.py" for name in modules.split()] + [f"tests/{name}.py" for name in names.split()]:
-            assert (ROOT / path).exists(), path
+    for path in (path for room in ROOMS for paths in files_of(room) for path in paths):
+        assert (ROOT / path).exists(), path

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numba
 import pytest
 
 from evenkeel.partitioning import warm_up
@@ -7,5 +8,6 @@ from evenkeel.partitioning import warm_up
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Compile before any test's timeout runs."""
-    if not config.option.collectonly and any(Path(__file__).parent in item.path.parents for item in items):
+    compiled = not (config.option.collectonly or numba.config.DISABLE_JIT)  # type: ignore[attr-defined]
+    if compiled and any(Path(__file__).parent in item.path.parents for item in items):
         warm_up()

@@ -1,3 +1,4 @@
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import slice_plan
-from evenkeel.partitioning.slices import slices_of
+from evenkeel.partitioning.slices import Slice, slices_of
 
 
 @settings(max_examples=150)
@@ -45,8 +46,15 @@ def test_slices_say_what_each_rank_sends_and_receives(
                 pair = received & (homes == source)
                 assert count == pair.sum()
                 assert totals.tolist() == lengths[pair].astype(np.int64).sum(axis=0).tolist()
-    with pytest.raises(IndexError):
-        slices[num_ranks]
+    staying = slice_plan(homes, counts, lengths)
+    for rank in range(num_ranks):
+        for planned, known in zip(
+            astuple(staying[rank]), astuple(Slice.staying(rank, lengths[homes == rank])), strict=True
+        ):
+            assert np.array_equal(planned, known)
+    for rank in (-1, num_ranks):
+        with pytest.raises(IndexError):
+            staying[rank]
 
 
 @pytest.mark.parametrize(

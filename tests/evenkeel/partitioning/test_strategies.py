@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -138,6 +139,7 @@ def test_caps_are_kept_where_memory_is_not_cost(counts: str) -> None:
         partition([1, 1, 1], [0, 1, 1], 2, strategy="plain", memory=[3, 3, 3], memory_caps=[5, 5])
 
 
+@pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not to be compiled")  # type: ignore[attr-defined]
 def test_no_kernel_is_compiled_nor_interpreted() -> None:
     """Interpreted, they take a hundred times as long, and Python is held meanwhile."""
     program = """
