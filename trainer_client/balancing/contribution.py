@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import RankSamples, RoundSamples
 from evenkeel.partitioning.splits import WIDTH
+from trainer_client.balancing.groups import Bytes
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches import FlatBatch, Schema
     from trainer_client.balancing.batches.schema import SharedValues
     from trainer_client.balancing.resume import Resumed
-
-Bytes = NDArray[np.uint8]
 
 HEADER = np.dtype(
     [

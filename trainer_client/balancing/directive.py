@@ -19,8 +19,9 @@ from evenkeel.partitioning.rounds import Figures, RankPlan, RankSamples, RoundPl
 from evenkeel.partitioning.slices import Slice, Slices
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from evenkeel.partitioning.splits import SplitSample, read_parts, read_splits
-from trainer_client.balancing.contribution import Bytes, pack_changed
+from trainer_client.balancing.contribution import pack_changed
 from trainer_client.balancing.decide import Decision
+from trainer_client.balancing.groups import Bytes
 from trainer_client.balancing.report import Mode, RoundReport
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer_client.balancing.contribution import Bytes
 from trainer_client.process_groups import make_group
 
 Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh
+Bytes: TypeAlias = NDArray[np.uint8]
 _OBJECT_ROOM = 4096
 _LOOK = timedelta(seconds=0.2)
 

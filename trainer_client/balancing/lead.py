@@ -21,10 +21,11 @@ from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, Round
 from evenkeel.partitioning.slices import Slices
 from evenkeel.partitioning.stages import plan_round, slice_round
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.contribution import Bytes, Contributions, schema_number
+from trainer_client.balancing.contribution import Contributions, schema_number
 from trainer_client.balancing.decide import NAMES, Decision, Rules, decide, spread
 from trainer_client.balancing.directive import END, NO_LOADS, Extras, pack_directives, set_room
 from trainer_client.balancing.errors import ResumeError, SchemaMismatchError
+from trainer_client.balancing.groups import Bytes
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.report import Mode, Reason
 

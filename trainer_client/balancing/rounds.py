@@ -18,11 +18,11 @@ from queue import SimpleQueue
 
 from evenkeel.partitioning.rounds import RankSamples
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.contribution import Bytes, Contribution, Contributions, State
+from trainer_client.balancing.contribution import Contribution, Contributions, State
 from trainer_client.balancing.costs.fitting import Fit
 from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.directive import END, Directive, read_directive
-from trainer_client.balancing.groups import Communicators
+from trainer_client.balancing.groups import Bytes, Communicators
 from trainer_client.balancing.lead import Lead, Round
 from trainer_client.balancing.reading import Measured
 from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport

@@ -185,6 +185,10 @@ class FlatBatch:
         """(n,) lengths of one column."""
         return self.lengths[:, self.structure.order[path]]
 
+    def total_at(self, path: str) -> int:
+        """Values of one column over all samples."""
+        return int(self.totals[self.structure.order[path]])
+
     def offsets_at(self, path: str, alike: str | None) -> torch.Tensor:
         """(n + 1,) where samples begin in a column; the tensor of column `alike`, if that has the same lengths."""
         if alike is not None and np.array_equal(self.host_lengths_at(alike), self.host_lengths_at(path)):

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, MaxLength, Padded, declarations_of
-
-if TYPE_CHECKING:
-    from trainer_client.balancing.batches.flat import FlatBatch
 
 PICKLES = "objects"  # label of the bytes of Python objects
 
@@ -44,6 +41,30 @@ class Leaf(NamedTuple):
         return list(zip(self.field_paths, self.columns, strict=False))
 
 
+class Contents(Protocol):
+    """What fields are built from: the tensors and lengths of a `FlatBatch`."""
+
+    tensors: tuple[torch.Tensor, ...]
+    shared: tuple[Any, ...]
+    num_samples: int
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the tensors are."""
+
+    def lengths_at(self, paths: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+        """(columns × n,) lengths of some jagged columns on the batch's device, one column after the other."""
+
+    def host_lengths_at(self, path: str) -> NDArray[np.int64]:
+        """(n,) lengths of one column."""
+
+    def total_at(self, path: str) -> int:
+        """Values of one column over all samples."""
+
+    def offsets_at(self, path: str, alike: str | None) -> torch.Tensor:
+        """(n + 1,) where samples begin in a column; the tensor of column `alike`, if that has the same lengths."""
+
+
 # Fields are tuples of different lengths, so that those of two batches are compared without a look at their kinds.
 
 
@@ -55,7 +76,7 @@ class Rows(NamedTuple):
     padding: Padded | None = None
     column: str = ""  # of its lengths, if it is padded
 
-    def build(self, batch: FlatBatch) -> Any:
+    def build(self, batch: Contents) -> Any:
         """The field of another batch."""
         values = batch.tensors[self.leaf]
         if self.padding is not None:
@@ -141,7 +162,7 @@ class Jagged(NamedTuple):
     is_nested: bool
     alike: str | None  # an earlier nested tensor with the same offsets, which torch wants to compute with both
 
-    def build(self, batch: FlatBatch) -> Any:
+    def build(self, batch: Contents) -> Any:
         """The field of another batch."""
         values = batch.tensors[self.values]
         if self.is_nested:
@@ -152,7 +173,7 @@ class Jagged(NamedTuple):
         lengths = batch.lengths_at(self.columns, self.dtype)
         if self.keys is None:
             return JaggedTensor(values, weights=weights, lengths=lengths)
-        totals = [int(batch.totals[batch.structure.order[path]]) for path in self.columns]
+        totals = [batch.total_at(path) for path in self.columns]
         empty = None
         if not batch.num_samples:  # for which TorchRec 1.8's `to_dict` raises an IndexError
             begin = lengths.new_zeros(1)
@@ -178,7 +199,7 @@ class Objects(NamedTuple):
     dtype: np.dtype[Any] | None  # of an array
     shape: tuple[int, ...]  # of each sample in an array
 
-    def build(self, batch: FlatBatch) -> Any:
+    def build(self, batch: Contents) -> Any:
         """The field of another batch."""
         data = batch.tensors[self.leaf].numpy().data
         ends = accumulate(batch.host_lengths_at(self.path).tolist(), initial=0)
@@ -203,7 +224,7 @@ class Shared(NamedTuple):
     path: str
     number: int  # among the shared values; -1: it is None
 
-    def build(self, batch: FlatBatch) -> Any:
+    def build(self, batch: Contents) -> Any:
         """The field of another batch."""
         return None if self.number < 0 else _moved(batch.shared[self.number], batch.device)
 
@@ -238,7 +259,7 @@ class Derived(NamedTuple):
             function = _Missing(self.path, str(error))
         return Derived, (self.path, function, self.dtype)
 
-    def build(self, batch: FlatBatch) -> Any:
+    def build(self, batch: Contents) -> Any:
         """The field of another batch; None where `compute` gives it."""
         if isinstance(self.function, MaxLength):
             return int(batch.host_lengths_at(self.function.path).max(initial=0))

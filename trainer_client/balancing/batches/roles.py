@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +10,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.splits import ALL, FIRST, LAST
 from trainer_client.balancing.batches.kinds import PICKLES, Leaf
 from trainer_client.balancing.batches.spec import BatchError, Declarations
-
-if TYPE_CHECKING:
-    from trainer_client.balancing.batches.structure import Structure
+from trainer_client.balancing.batches.structure import Structure
 
 _PARTS = {"last": LAST, "first": FIRST, "all": ALL}
 _SHOWN = {LAST: "the last part", FIRST: "the first part", ALL: "all parts"}
