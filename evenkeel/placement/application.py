@@ -250,6 +250,18 @@ plan = ShardingPlan(
 '''
 
 
+def module_paths(request: PlanRequest) -> dict[str, str]:
+    """The group of each table, which must be the path of the module that owns it.
+
+    Raises:
+        InvalidInputError: If a table has none.
+    """
+    remedy = "give the path of the module that owns the table, or give load_sharding_plan the model"
+    for index, table in enumerate(request.tables):
+        require(bool(table.group), f"tables[{index}].group", table.group, "is empty", remedy)
+    return {table.name: table.group for table in request.tables}
+
+
 def sharding_plan_module(
     request: PlanRequest, plan: Plan, stem: str, *, paths: Mapping[str, str] | None = None, device: str = "cuda"
 ) -> str:
@@ -267,11 +279,7 @@ def sharding_plan_module(
         InvalidInputError: If the plan is for another runtime or has no placements, or a table names no module.
     """
     tables, topology = _spread(request, plan), request.topology
-    if paths is None:
-        remedy = "name the path of the module that owns the table, as describe_model does"
-        for index, table in enumerate(request.tables):
-            require(bool(table.group), f"tables[{index}].group", table.group, "is empty", remedy)
-        paths = {table.name: table.group for table in request.tables}
+    paths = module_paths(request) if paths is None else paths
     modules: dict[str, list[str]] = {}
     for table, placed, blocks, kernel, cache in tables:
         if table.name not in paths:

@@ -351,7 +351,6 @@ class _Board:
         np.add.at(self.host, hosts, host)
 
     def _loads(self, scope: int, places: IntArray) -> FloatArray:
-        """Times of the ranks that some places are of."""
         if scope == _HOST:
             return self.seconds.reshape(-1, self.topology.local_ranks)[places].ravel()
         return self.seconds if scope == _EVERYWHERE else self.seconds[places]
@@ -379,7 +378,6 @@ class _Board:
         return found[:pieces] if len(found) >= pieces else None
 
     def _hold(self, number: int, module: int) -> None:
-        """Gives a table a module."""
         kinds, row = self.rows[number]
         self.module[number], self.scope[number] = module, kinds.scope[module]
         self.shards[number] = kinds.group.shard(row, module)

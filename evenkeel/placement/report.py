@@ -164,7 +164,7 @@ def make_report(request: PlanRequest, plan: Plan) -> Report | None:
     figures[1:3] += np.array([[0.5], [0.5]] if request.step.training else [[1.0], [0.0]]) * mixing
     spread = {"seconds": figures[1:].sum(axis=0), "hbm_bytes": figures[0], "host_bytes": host_bytes.astype(np.float64)}
     return Report(
-        ranks=_ranks(figures, on_rank, everywhere, sum(module.fixed_seconds for module in plan.modules)),
+        ranks=tuple(_ranks(figures, on_rank, everywhere, sum(module.fixed_seconds for module in plan.modules))),
         hosts=tuple(
             HostParts(hosts=tuple(hosts), ranks=local, tables=number, host_bytes=used)
             for (used, number), hosts in _alike(zip(host_bytes.tolist(), on_host.tolist(), strict=True)).items()
@@ -188,15 +188,14 @@ def _alike(keys: Iterable[K]) -> dict[K, list[int]]:
 
 def _ranks(
     figures: FloatArray, on_rank: list[list[TableParts]], everywhere: Counter[str], fixed: float
-) -> tuple[RankParts, ...]:
+) -> Iterable[RankParts]:
     keys = []
     for rank, entries in enumerate(on_rank):
         kinds = Counter(entry.sharding.value for entry in entries)
         keys.append((figures[:, rank].tobytes(), len({e.table for e in entries}), tuple(sorted(kinds.items()))))
-    found = []
     for (_, tables, shards), ranks in _alike(keys).items():
         hbm, *times = figures[:, ranks[0]].tolist()
-        entry = RankParts(
+        yield RankParts(
             ranks=tuple(ranks),
             tables=everywhere.total() + tables,
             shards=dict(sorted((everywhere + Counter(dict(shards))).items())),
@@ -205,8 +204,6 @@ def _ranks(
             seconds=sum(times),
             **dict(zip(_PARTS, times, strict=True)),
         )
-        found.append(entry)
-    return tuple(found)
 
 
 def _table_parts(request: PlanRequest, table: Table, placed: Placement) -> TableParts:

@@ -81,28 +81,23 @@ def dynamicemb_footprint(
     row = row_bytes(table, training=training)
     capacity = int(round_up(-(-table.rows // ranks), BUCKET_ROWS))
     zero = np.zeros(len(ratios), dtype=np.int64)
-    held = round_up(np.maximum(1, np.floor(capacity * ratios)).astype(np.int64), CACHE_ROWS_STEP)
-    if mode is Mode.HBM_ONLY:
-        tiers = (zero + capacity, zero, zero)
-    elif mode is Mode.HOST_ONLY:
-        tiers = (zero, zero + capacity, zero)
-    elif mode is Mode.CACHING:
-        assert np.all((ratios > 0) & (ratios < 1)), "a cache holds a part of its table"
-        tiers = (held + CACHE_OVERFLOW_ROWS, zero + capacity, held)
-    else:
-        assert np.all((ratios > 0) & (ratios < 1)), "HYBRID splits its table"
+    held, cached = zero + capacity, mode is Mode.CACHING
+    host_rows = zero
+    if mode is Mode.HOST_ONLY:
+        held, host_rows = host_rows, held
+    elif mode is not Mode.HBM_ONLY:
+        assert np.all((ratios > 0) & (ratios < 1)), "HBM holds a part of the table"
+        held = round_up(np.maximum(1, np.floor(capacity * ratios)).astype(np.int64), CACHE_ROWS_STEP)
         rest = np.maximum(1, np.floor(capacity * (1 - ratios))).astype(np.int64)
-        tiers = (held, round_up(rest, BUCKET_ROWS), zero)
-    hbm_rows, host_rows, cache_index_rows = tiers
-    main_rows = host_rows if mode is Mode.CACHING else hbm_rows + host_rows
-    hbm = round_up(hbm_rows * row, HBM_GRANULE) + round_up(index_bytes(main_rows, table.score_words), HBM_GRANULE)
-    if mode is Mode.CACHING:
-        hbm = hbm + round_up(index_bytes(cache_index_rows, table.score_words), HBM_GRANULE)
+        host_rows = zero + capacity if cached else round_up(rest, BUCKET_ROWS)
+    values = (held + CACHE_OVERFLOW_ROWS if cached else held) * row
+    indices = [host_rows, held] if cached else [held + host_rows]
+    hbm = round_up(values, HBM_GRANULE)
+    hbm += sum(round_up(index_bytes(rows, table.score_words), HBM_GRANULE) for rows in indices)
     if table.admission_rows:
         counted = int(round_up(-(-table.admission_rows // ranks), BUCKET_ROWS))
-        hbm = hbm + round_up(index_bytes(counted, 1), HBM_GRANULE)
-    cache_rows = held if mode is Mode.CACHING else hbm_rows
-    return Footprint(hbm, round_up(host_rows * row, HOST_GRANULE), cache_rows)
+        hbm += round_up(index_bytes(counted, 1), HBM_GRANULE)
+    return Footprint(hbm, round_up(host_rows * row, HOST_GRANULE), held)
 
 
 def state_bytes(table: Table, dim: int, *, training: bool) -> tuple[int, int]:

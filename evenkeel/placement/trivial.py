@@ -102,12 +102,13 @@ class _Layouts:
             return None
         # A shared cache is as wide as its widest table: of the widths that each can have, the largest least.
         agreed: dict[Hashable, Any] = {}
-        for group, own in zip(groups, able, strict=True):
+        pairs = list(zip(groups, able, strict=True))
+        for group, own in pairs:
             for columns in own:
                 for what, least in group.modules[columns[0]].agreements:
                     agreed[what] = max(agreed.get(what, least), least)
         found = []
-        for group, own in zip(groups, able, strict=True):
+        for group, own in pairs:
             fitting = [
                 [c for c in columns if dict(group.modules[c].agreements).items() <= agreed.items()] for columns in own
             ]

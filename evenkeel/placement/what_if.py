@@ -134,8 +134,8 @@ def what_if(
     values = [TableValue(table=p.table, seconds_per_gib=p.seconds_per_gib) for p in base.placements]
     return WhatIf(
         plan=base,
-        curve=_monotone(sorted(curves[0], key=lambda point: point.hbm_bytes)),
-        host_curve=_monotone(sorted(curves[1], key=lambda point: point.host_bytes or 0)),
+        curve=_monotone(curves[0]),
+        host_curve=_monotone(curves[1]),
         next_hbm_gib_saves_seconds=saves[0],
         next_host_gib_saves_seconds=saves[1],
         tables=tuple(v for v in sorted(values, key=lambda v: -v.seconds_per_gib) if v.seconds_per_gib > 0),
@@ -179,7 +179,7 @@ def _point(request: PlanRequest, problem: Problem, resource: int, size: int, wat
 def _monotone(curve: list[CurvePoint]) -> tuple[CurvePoint, ...]:
     """A larger budget allows every plan of a smaller one: a point found slower takes the plan before it."""
     result: list[CurvePoint] = []
-    for point in curve:
+    for point in sorted(curve, key=lambda each: (each.hbm_bytes, each.host_bytes or 0)):
         last = result[-1].seconds if result else None
         worse = last is not None and (point.seconds is None or point.seconds > last)
         result.append(replace(point, seconds=last, bound_seconds=point.bound_seconds) if worse else point)

@@ -86,11 +86,9 @@ class StepWork:
 
 def step_work(request: PlanRequest, plan: Plan) -> StepWork:
     """What a step of `plan` consists of."""
-    tables = {table.name: table for table in request.tables}
     cached: dict[tuple[str, bool, Sharding], bool] = {}
     exchanged, moved = 0, 0.0
-    for placement in plan.placements:
-        table = tables[placement.table]
+    for table, placement in zip(request.tables, plan.placements, strict=True):
         if placement.sharding is Sharding.DATA_PARALLEL:
             continue
         key = (table.group, table.pooled, placement.sharding)
@@ -123,11 +121,6 @@ def host_seconds(work: StepWork, costs: StepCosts) -> float:
     exchanges = work.exchanges * costs.exchange_host_s + work.caching * costs.cache_host_s
     exchanges += work.of_rows * costs.rows_host_s
     return costs.host_s + exchanges + work.exchanged * costs.table_host_s
-
-
-def gpu_seconds(work: StepWork, costs: StepCosts) -> float:
-    """Time that the GPU takes for a step, however fast the host is."""
-    return work.tables + exchange_kernel_seconds(work, costs)
 
 
 def exchange_kernel_seconds(work: StepWork, costs: StepCosts) -> float:
@@ -165,7 +158,7 @@ def seconds_of(work: StepWork, costs: StepCosts) -> float:
     """Predicted time of a step."""
     if not work.exchanges:
         return work.tables
-    host, gpu = host_seconds(work, costs), gpu_seconds(work, costs)
+    host, gpu = host_seconds(work, costs), work.tables + exchange_kernel_seconds(work, costs)
     larger = max(host, gpu, 1e-12)
     total: float = larger * ((host / larger) ** _SHARPNESS + (gpu / larger) ** _SHARPNESS) ** (1 / _SHARPNESS)
     return total
@@ -245,16 +238,11 @@ class StepSample(Checked):
     kernels_s: Annotated[float, Range(0, 3600)] | None = None
 
 
-def table_name(part: int, index: int) -> str:
-    """Name of a table of a part."""
-    return f"t{part}_{index}"
-
-
 def request_of(sample: StepSample, hardware: str | HardwareProfile = "h200") -> PlanRequest:
     """The request that describes the step, every table pinned to its mode."""
     tables = [
         Table(
-            name=table_name(number, index),
+            name=f"t{number}_{index}",
             rows=part.rows,
             dim=part.dim,
             ids_per_sample=float(part.ids),

@@ -27,10 +27,10 @@ from evenkeel.placement import InvalidInputError, Mode, PlanRequest, Sharding, T
 from evenkeel.placement.application import TORCHREC_KERNELS
 from evenkeel.placement.report import make_report
 from evenkeel.placement.whole_step import whole_step_seconds
+from evenkeel.plan_requests import DEFAULT_RESERVE
 from examples.dlrmv4.model import HISTORY, keys_of, make_model, torchrec_tables
 from examples.dlrmv4.stream import ROWS, Scale, Stream
 from trainer_client.planning import KeyStatistics, plan_model
-from trainer_client.planning.model import RESERVE
 
 OVERRIDES = ("album_id", "artist_id")  # what the reference sets to column-wise by hand
 THIN = 32  # one of so many samples stands for all: those of a user that follow each other differ by few events
@@ -65,7 +65,7 @@ def compare(gpus: Sequence[str] = ("h100", "h200"), ranks: Sequence[int] = (8, 1
         for gpu in gpus:
             named, topology = parse_topology(f"{gpu}x{count}")
             for host_bytes in (0, topology.host_bytes):
-                machines = replace(topology, host_bytes=host_bytes, hbm_reserved_fraction=RESERVE)
+                machines = replace(topology, host_bytes=host_bytes, hbm_reserved_fraction=DEFAULT_RESERVE)
                 planners = {"evenkeel": _ours(seen, machines, named)} | _theirs(seen, machines)
                 if planners["evenkeel"].plan is not None:
                     break
@@ -73,7 +73,7 @@ def compare(gpus: Sequence[str] = ("h100", "h200"), ranks: Sequence[int] = (8, 1
                 name: {"why": each.why} if each.plan is None else seen.figures(each.plan, planners["evenkeel"].request)
                 for name, each in planners.items()
             }
-            there = {"hbm_gib": machines.hbm_bytes * (1 - RESERVE) / GIB, "host_gib": (host_bytes or 0) / GIB}
+            there = {"hbm_gib": machines.hbm_bytes * (1 - DEFAULT_RESERVE) / GIB, "host_gib": (host_bytes or 0) / GIB}
             cells.append({"gpu": gpu, "ranks": count, **there, "planners": rows})
     return {"keys": "synthetic", "samples_per_rank": stream.scale.samples, "cells": cells}
 

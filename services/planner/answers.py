@@ -1,4 +1,4 @@
-"""What the planner's processes do: one request each time, in bounded memory."""
+"""What is sent to the planner, read once, and what its processes answer: one request each time, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,127 @@ import os
 import resource
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from evenkeel.placement import PlanRequest, Table, Topology, plan, what_if
-from evenkeel.placement.access import step_keys
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Table, Topology, plan, what_if
+from evenkeel.placement.access import Access, Eviction, Zipf, step_keys
 from evenkeel.placement.application import lines_to_paste
-from evenkeel.placement.fields import encode
-from evenkeel.placement.report import make_report
+from evenkeel.placement.fields import Checked, Length, Range, decode, encode
+from evenkeel.placement.model import MAX_ROWS, Bytes, Rows
+from evenkeel.placement.report import Report, make_report
 from evenkeel.placement.request import with_time
+from evenkeel.placement.what_if import MAX_POINTS
 from evenkeel.plan_cache import PlanCache
-from services.planner.requests import AnyRequest, HitRates, HitRatesRequest, PlanAnswer, WhatIfRequest
+from evenkeel.plan_requests import parse_json, unpacked, with_measured
+from services.planner.problems import ServiceError
+from services.planner.settings import Settings
+
+_EXCERPT = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfRequest(PlanRequest):
+    """A request, and the memory sizes to plan for.
+
+    Attributes:
+        points: Number of HBM sizes between the smallest that works and the largest that is of use.
+        curve_hbm_bytes: HBM sizes to plan for instead.
+        host_points: Number of sizes of a host's memory to plan for, between the same two ends.
+    """
+
+    points: Annotated[int, Range(0, MAX_POINTS)] = 25
+    curve_hbm_bytes: Annotated[tuple[Bytes, ...], Length(0, MAX_POINTS)] = ()
+    host_points: Annotated[int, Range(0, MAX_POINTS)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitRatesRequest(Checked):
+    """A table and the caches to judge.
+
+    Attributes:
+        rows: Number of rows (keys).
+        lookups_per_step: Lookups of a step, over all ranks.
+        access: How often the keys are looked up.
+        eviction: What a full cache gives up.
+        cache_rows: Cache sizes in rows, over all ranks.
+    """
+
+    rows: Annotated[int, Range(1, MAX_ROWS)]
+    lookups_per_step: Annotated[float, Range(0, 1e15, above=True)]
+    access: Access = field(default_factory=Zipf)
+    eviction: Eviction = Eviction.LRU
+    cache_rows: Annotated[tuple[Rows, ...], Length(1, 10_000)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    """A plan, and how to use it.
+
+    Attributes:
+        plan: The plan.
+        code: Python lines that put the plan into a job of its runtime; empty where nothing fits.
+        report: The plan by rank, host and table; null where nothing fits.
+    """
+
+    plan: Plan
+    code: str
+    report: Report | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitRates:
+    """What a step asks of a table, and what caches miss.
+
+    Attributes:
+        unique_keys: Expected number of different keys of a step.
+        miss_rates: Fraction of those that each cache misses.
+    """
+
+    unique_keys: float
+    miss_rates: tuple[float, ...]
+
+
+AnyRequest: TypeAlias = PlanRequest | HitRatesRequest
+R = TypeVar("R", bound=AnyRequest)
+
+
+def read_request(kind: type[R], body: bytes, settings: Settings) -> R:
+    """The request in a body, its time limit cut to that of the service."""
+    content = _json(body)
+    if not issubclass(kind, PlanRequest):
+        return decode(kind, content)
+    value, measured = unpacked(content)
+    request: Any = with_measured(decode(kind, value), measured)
+    if len(request.tables) > settings.max_tables:
+        what, remedy = "is too many tables for this service", f"send at most {settings.max_tables}"
+        raise InvalidInputError("tables", len(request.tables), what, remedy)
+    limit = min(request.solver.time_limit_s, settings.max_time_limit_seconds)
+    request = replace(request, solver=replace(request.solver, time_limit_s=limit))
+    found: R = request
+    return found
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return parse_json(body)
+    except InvalidInputError:
+        raise
+    except json.JSONDecodeError as error:
+        # Of bytes that are no text, such as a mark of their order alone, nothing is left to show.
+        excerpt = error.doc[max(0, error.pos - _EXCERPT) : error.pos + _EXCERPT].strip() or repr(body[:_EXCERPT])
+        why = f"{error.msg} at line {error.lineno}, column {error.colno}"
+    except UnicodeDecodeError as error:
+        excerpt = repr(body[max(0, error.start - _EXCERPT) : error.start + _EXCERPT])
+        why = f"byte {error.start} is no {error.encoding}"
+    except (ValueError, RecursionError) as error:
+        excerpt, why = body[:_EXCERPT].decode("utf-8", "replace"), str(error)
+    wrong = InvalidInputError("body", excerpt if body else "nothing", f"is no JSON: {why}", "send one JSON object")
+    raise ServiceError(400, "Not JSON", wrong, kind="no-json")
+
 
 _NICE = 10
 _PR_SET_PDEATHSIG = 1
@@ -35,16 +143,12 @@ class Answer:
 
     Attributes:
         document: The body of the response.
-        plan_status: Outcome of the plan, if one was made for its own sake.
-        gap: Its gap.
-        binding: The budget that is too small, if nothing fits.
+        plan: The plan without its placements, if one was made for its own sake.
         plan_seconds: Time that it took.
     """
 
     document: bytes
-    plan_status: str | None = None
-    gap: float | None = None
-    binding: str | None = None
+    plan: Plan | None = None
     plan_seconds: float = 0.0
 
 
@@ -90,13 +194,8 @@ def _plan(request: PlanRequest, timed: PlanRequest, plan_cache: Path | None) -> 
     begin = time.monotonic()
     made = plan(timed) if plan_cache is None else PlanCache(folder=plan_cache).plan(request, lambda: plan(timed))
     answer = PlanAnswer(plan=made, code=lines_to_paste(request, made), report=make_report(request, made))
-    return Answer(
-        document=_written(answer),
-        plan_status=made.status.value,
-        gap=made.gap,
-        binding=None if made.shortage is None else made.shortage.binding,
-        plan_seconds=time.monotonic() - begin,
-    )
+    document, small = _written(answer), replace(made, placements=(), modules=())
+    return Answer(document=document, plan=small, plan_seconds=time.monotonic() - begin)
 
 
 def _hit_rates(request: HitRatesRequest) -> HitRates:

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 import evenkeel
 from evenkeel.placement import PlanRequest, Status
 from services.operations.process import EventLoopLag, add_process_metrics
-from services.planner.answers import Answer
-from services.planner.requests import AnyRequest
+from services.planner.answers import Answer, AnyRequest
 
 _GAPS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3)
 _TIMES = (0.00025, 0.001, 0.0025, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 30.0, 60.0)
@@ -53,10 +52,11 @@ class Metrics:
         """Counts an answer."""
         if isinstance(request, PlanRequest):
             self.tables.observe(len(request.tables))
-        if answer.plan_status is not None:
-            self.plans.labels(answer.plan_status).inc()
-            self.solve_seconds.labels(answer.plan_status).observe(answer.plan_seconds)
-        if answer.gap is not None:
-            self.gap.observe(answer.gap)
-        if answer.binding is not None:
-            self.infeasible.labels(answer.binding).inc()
+        if (plan := answer.plan) is None:
+            return
+        self.plans.labels(plan.status.value).inc()
+        self.solve_seconds.labels(plan.status.value).observe(answer.plan_seconds)
+        if plan.gap is not None:
+            self.gap.observe(plan.gap)
+        if plan.shortage is not None:
+            self.infeasible.labels(plan.shortage.binding).inc()

@@ -18,10 +18,9 @@ from pebble import ProcessExpired, ProcessPool
 
 from evenkeel.placement import InvalidInputError, PlanRequest
 from services.planner import answers
-from services.planner.answers import Answer
+from services.planner.answers import Answer, AnyRequest
 from services.planner.metrics import Metrics
-from services.planner.problems import ServiceError
-from services.planner.requests import AnyRequest
+from services.planner.problems import ServiceError, client_gone
 from services.planner.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -35,16 +34,8 @@ _MAX_TASKS = 100
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection before the answer."""
-
-
 class Pool:
-    """Processes, and the requests that wait for one.
-
-    Attributes:
-        is_ready: Whether a process has shown that it can work.
-    """
+    """Processes, and the requests that wait for one."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings, self._metrics = settings, metrics
@@ -52,7 +43,6 @@ class Pool:
         self._reader = ThreadPoolExecutor(1, "reader")  # one body at a time: parsed, it takes many times its size
         self._waiting = self._running = 0
         self._mean_seconds = 0.2
-        self.is_ready = False
         os.environ |= _ONE_THREAD  # for the processes that are forked from here on
         self._processes = self._new_processes()
 
@@ -71,11 +61,9 @@ class Pool:
         """Starts all processes, and waits until one can work."""
         first = [self._processes.schedule(answers.ready) for _ in range(self._settings.workers)]
         await asyncio.wrap_future(first[0])
-        self.is_ready = True
 
     def close(self) -> None:
         """Ends all processes; requests that are being solved get no answer."""
-        self.is_ready = False
         self._processes.stop()  # type: ignore[no-untyped-call]
         with contextlib.suppress(TimeoutError):
             self._processes.join(5)
@@ -121,7 +109,7 @@ class Pool:
                 return task.result()
             if gone.done():
                 self._metrics.cancelled.inc()
-                raise ClientGoneError
+                raise client_gone()
             raise late()
         finally:
             task.cancel()  # ends the process, if it still works

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -16,7 +16,6 @@ from evenkeel.placement.fields import encode
 
 MEDIA_TYPE = "application/problem+json"
 _SHOWN = 80
-_HTTP_KINDS = {404: ("not-found", "Not found"), 405: ("method-not-allowed", "Method not allowed")}
 
 log = structlog.get_logger(__name__)
 
@@ -94,35 +93,34 @@ class ServiceError(Exception):
         return JSONResponse(encode(document), self.status, self.headers, media_type=MEDIA_TYPE)
 
 
-def install_problem_handlers(app: FastAPI) -> None:
-    """Answers every error of `app` with a problem document."""
+def client_gone() -> ServiceError:
+    """What is answered where nobody reads it any more."""
+    return ServiceError(499, "Client gone", "the client closed the connection before the answer")
 
-    @app.exception_handler(ServiceError)
-    async def service(request: Request, error: ServiceError) -> Response:
-        return error.response(request.url.path)
 
-    @app.exception_handler(InvalidInputError)
-    async def invalid_input(request: Request, error: InvalidInputError) -> Response:
-        return ServiceError(422, "Invalid input", error).response(request.url.path)
+async def answer_problem(request: Request, error: Exception) -> Response:
+    """The problem document of any error."""
+    return _problem(request, error).response(request.url.path)
 
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
-        kind, title = _HTTP_KINDS.get(error.status_code, ("http", "Request refused"))
-        detail: str | InvalidInputError = str(error.detail)
-        if error.status_code == 404:
-            known = ", ".join(sorted(app.openapi()["paths"]))
-            detail = InvalidInputError("path", request.url.path, "is no address here", f"use one of: {known}")
-        elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another one")
-            detail = InvalidInputError("method", request.method, "is not for this address", f"use {allowed}")
-        problem = ServiceError(error.status_code, title, detail, kind=kind, headers=error.headers)
-        return problem.response(request.url.path)
 
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
+def _problem(request: Request, error: Exception) -> ServiceError:
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, InvalidInputError):
+        return ServiceError(422, "Invalid input", error)
+    if not isinstance(error, HTTPException):
         log.error("request_failed", path=request.url.path, error=repr(error))
-        problem = ServiceError(500, "Internal error", "the service failed; its log tells why", kind="internal")
-        return problem.response(request.url.path)
+        return ServiceError(500, "Internal error", "the service failed; its log tells why", kind="internal")
+    detail: str | InvalidInputError = str(error.detail)
+    kind, title = "http", "Request refused"
+    if error.status_code == 404:
+        kind, title, known = "not-found", "Not found", ", ".join(sorted(request.app.openapi()["paths"]))
+        detail = InvalidInputError("path", request.url.path, "is no address here", f"use one of: {known}")
+    elif error.status_code == 405:
+        kind, title = "method-not-allowed", "Method not allowed"
+        allowed = (error.headers or {}).get("Allow", "another one")
+        detail = InvalidInputError("method", request.method, "is not for this address", f"use {allowed}")
+    return ServiceError(error.status_code, title, detail, kind=kind, headers=error.headers)
 
 
 def _shown(value: object) -> str:

@@ -153,5 +153,4 @@ def _of_failed_call(error: grpc.RpcError) -> Finding:
 
 
 def _explain(error: grpc.RpcError) -> str:
-    """The status of a failed call in one line."""
     return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)

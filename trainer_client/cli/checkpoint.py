@@ -129,7 +129,6 @@ def convert(
 
 
 def _routings(checkpoint: Checkpoint, modes: list[str], seed: int) -> Any:
-    """The new routing: one for all tables, by table, or none."""
     from trainer_client.embedding.routing import Routing
 
     def named(mode: str) -> Routing:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 
-from evenkeel.placement import InvalidInputError, PlanRequest, Runtime
+from evenkeel import key_statistics
+from evenkeel.placement import InvalidInputError, PlanRequest, Runtime, whole_step_seconds
+from evenkeel.placement.application import lines_to_paste, module_paths, sharding_plan_module
 from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.hardware import parse_profile
+from evenkeel.placement.hot_rows import with_hot_rows
 from evenkeel.placement.model import MAX_BYTES
-from evenkeel.placement.plan_file import PlanFile, dumps, loads
+from evenkeel.placement.plan_file import PlanFile, dumps, measured_line
+from evenkeel.placement.plan_text import PlanText
+from evenkeel.placement.report import make_report
 from evenkeel.plan_requests import DEFAULT_RESERVE, as_object, quantity, unpacked, with_measured
 
-if TYPE_CHECKING:
-    from evenkeel.key_statistics import MeasuredCurve
-
+_MOST_GIB = 1024
 _LONGEST_CLOCK = 3600.0
 _LEAST_SIZE = 1 << 20
 """Bytes below which a reservation lacks its unit."""
@@ -109,17 +112,17 @@ def _gib(flag: str, gib: float) -> int:
     return round(gib * 2**30)
 
 
-def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[PlanRequest, Mapping[str, MeasuredCurve]]:
-    """The request with the key statistics of files, and their curves; notes name tables that do not meet."""
-    from evenkeel.key_statistics import loads, merge, with_statistics
-
+def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[PlanRequest, list[str]]:
+    """The request with the key statistics of files, and a line on each; notes name tables that do not meet."""
+    if not files:
+        return request, []
     contents: dict[bytes, Path] = {}
     every = []
     for path in files:
         flag = f"--statistics {path}"
         try:
             content = path.read_bytes()
-            every.append(loads(content))
+            every.append(key_statistics.loads(content))
         except OSError as error:
             remedy = "name a file that KeyStatistics.save wrote"
             raise InvalidInputError(flag, error.strerror, "cannot be read", remedy) from None
@@ -129,7 +132,7 @@ def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[Pla
             what = f"holds the same as {contents[content]}"
             raise InvalidInputError("--statistics", str(path), what, "give the file of each rank once")
         contents[content] = path
-    traces = merge(every)
+    traces = key_statistics.merge(every)
     names = [table.name for table in request.tables]
     strange, without = [name for name in traces if name not in names], [name for name in names if name not in traces]
     if len(strange) == len(traces):
@@ -139,7 +142,26 @@ def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[Pla
         _note(f"statistics of tables that are not in the request: {', '.join(strange)}")
     if without:
         _note(f"tables without statistics, planned with the access that they are given: {', '.join(without)}")
-    return with_statistics(request, traces)
+    request, curves = key_statistics.with_statistics(request, traces)
+    lines = []
+    for name, curve in curves.items():
+        moved = f"; {curve.drift:.0%} of its lookups went over to other keys" if curve.is_drifting else ""
+        lines.append(f"misses of {name} within {curve.error:.3f}, from {curve.sampled_keys} sampled keys{moved}")
+    return request, lines
+
+
+def with_hot_rows_of(gib: float | None, request: PlanRequest) -> tuple[PlanRequest, list[str]]:
+    """The request with less HBM for tables, by what hot rows take of it, and a line on those of each table."""
+    if gib is None:
+        return request, []
+    if not 0 <= gib <= _MOST_GIB:
+        raise InvalidInputError("--hot-rows-gib", gib, "is no part of a rank's HBM", f"give 0 to {_MOST_GIB}")
+    request, hot = with_hot_rows(request, int(gib * 2**30))
+    return request, [
+        f"{each.table}: {each.rows:,} hot rows in {each.hbm_bytes / 2**20:.1f} MiB of HBM; a rank sends "
+        f"{each.all_to_all_bytes / 1e6:.1f} MB by All2All, {each.without_bytes / 1e6:.1f} MB without"
+        for each in hot
+    ]
 
 
 def check_outputs(outputs: Mapping[str, Path], tables: Path, request: PlanRequest) -> None:
@@ -157,11 +179,7 @@ def check_outputs(outputs: Mapping[str, Path], tables: Path, request: PlanReques
         if request.runtime is not Runtime.TORCHREC:
             what = f"is TorchRec's, and the runtime is {request.runtime.value}"
             raise InvalidInputError(flag, str(module), what, "add --runtime torchrec, or leave it out for --code")
-        for index, table in enumerate(request.tables):
-            if not table.group:
-                what = f"is empty, and {flag} needs it"
-                remedy = "give the path of the module that owns the table, or load the plan with load_sharding_plan"
-                raise InvalidInputError(f"tables[{index}].group", table.group, what, remedy)
+        module_paths(request)
 
 
 def race(content: PlanFile, seconds: float, statistics: Sequence[Path], device: str) -> PlanFile:
@@ -169,7 +187,7 @@ def race(content: PlanFile, seconds: float, statistics: Sequence[Path], device: 
     try:
         import torch
 
-        from trainer_client.planning.clock import check_request
+        from trainer_client.planning.clock import check_request, race_of_file
         from trainer_client.planning.collective import run_on_ranks
     except ModuleNotFoundError as error:
         raise RuntimeError(f"--clock needs torch and TorchRec: {error}; install them, or leave it out") from None
@@ -178,10 +196,31 @@ def race(content: PlanFile, seconds: float, statistics: Sequence[Path], device: 
         raise InvalidInputError("--clock", seconds, "is no time", remedy)
     ranks = content.request.topology.ranks if device == "cpu" else torch.cuda.device_count()
     check_request(content.request, ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        path.write_text(dumps(content), "utf-8")
-        flags: list[object] = ["--plan", path, "--seconds", seconds, "--device", device]
-        flags += [part for file in statistics for part in ("--statistics", file)]
-        run_on_ranks("trainer_client.planning.clock", ranks, *flags)
-        return loads(path.read_text("utf-8"))
+    return run_on_ranks(race_of_file, ranks, device, content, list(statistics), seconds)
+
+
+def texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:
+    """What can be written, by the flag that names its file."""
+    report = encode(make_report(content.request, content.plan))
+    found = {"--output": dumps(content), "--report": json.dumps(report, indent=1) + "\n"}
+    if sharding_plan is not None and content.plan.placements:
+        found["--sharding-plan"] = sharding_plan_module(content.request, content.plan, sharding_plan.stem)
+    return found
+
+
+def show_code(content: PlanFile) -> None:
+    """Prints lines to paste, or why there are none."""
+    typer.echo(lines_to_paste(content.request, content.plan), nl=False)
+    if not content.plan.placements:
+        Console(stderr=True).print(PlanText(content.plan, None))
+
+
+def show(content: PlanFile, lines: Sequence[str]) -> None:
+    """Prints a plan with its report, what was measured, and further lines."""
+    request, chosen = content.request, content.plan
+    Console().print(PlanText(chosen, make_report(request, chosen)))
+    whole = whole_step_seconds(request, chosen)
+    if whole is not None and request.runtime is Runtime.TORCHREC:
+        typer.echo(f"a whole step of these tables, with what the host launches: about {whole * 1e3:.3g} ms")
+    for line in (*map(measured_line, content.measured), *lines):
+        typer.echo(line)

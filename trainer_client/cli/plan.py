@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from trainer_client.cli.common import TokenOption, errors_in_a_sentence, waiting, write
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from evenkeel.key_statistics import MeasuredCurve
-    from evenkeel.placement.hot_rows import HotRows
-    from evenkeel.placement.plan_file import PlanFile
-
 INFEASIBLE_EXIT = 3
-_MOST_GIB = 1024
 _TABLES_HELP = "YAML or JSON: a list of tables, a whole request, or a plan file."
+_PROFILE = "a hardware profile, as `evenkeel calibrate` writes it,"
 _HBM_HELP = "HBM of one rank for tables, in GiB, whatever the file reserves; --reserve is taken off it."
 _RESERVE_HELP = (
     "HBM of one rank that the model and its activations need, such as 24GiB or 40%. By default 15% of a topology that "
@@ -73,9 +64,6 @@ def plan(
     Exits with 3 where nothing fits, and says what would.
     """
     from evenkeel.credentials import read_credentials
-    from evenkeel.placement import Status
-    from evenkeel.placement.hot_rows import with_hot_rows
-    from evenkeel.placement.invalid_input import require
     from evenkeel.placement.plan_file import PlanFile
     from evenkeel.planner_client import PlannerClient
     from trainer_client.cli import placing
@@ -91,84 +79,31 @@ def plan(
             hbm_gib=hbm_gib,
             host_gib=host_gib,
             reserve=reserve,
-            profile=None
-            if profile is None
-            else read(profile, "a hardware profile, as `evenkeel calibrate` writes it,"),
+            profile=None if profile is None else read(profile, _PROFILE),
             overrides={"runtime": runtime, "samples_per_rank": samples, "dense_ms": dense_ms},
         )
         placing.check_outputs(outputs, tables, request)
-        curves: Mapping[str, MeasuredCurve] = {}
-        if statistics:
-            request, curves = placing.with_statistics_of(statistics, request)
-        hot: tuple[HotRows, ...] = ()
-        if hot_rows_gib is not None:
-            right = 0 <= hot_rows_gib <= _MOST_GIB
-            require(right, "--hot-rows-gib", hot_rows_gib, "is no part of a rank's HBM", f"give 0 to {_MOST_GIB}")
-            request, hot = with_hot_rows(request, int(hot_rows_gib * 2**30))
+        request, lines = placing.with_statistics_of(statistics or (), request)
+        request, hot = placing.with_hot_rows_of(hot_rows_gib, request)
         client = PlannerClient.of(planner, credentials=read_credentials(tls_ca, token_file), cache=cache)
         with waiting("planning", quiet=quiet):
             content = PlanFile(request=request, plan=client.plan(request))
         if clock is not None and content.plan.placements:
             with waiting("running plans", quiet=quiet):
                 content = placing.race(content, clock, statistics or (), device)
-        texts = _texts(content, sharding_plan)
+        texts = placing.texts(content, sharding_plan)
     troubles = {flag: write(flag, path, texts[flag]) for flag, path in outputs.items() if flag in texts}
     if as_json:
         typer.echo(texts["--output"], nl=False)
     elif code:
-        _show_code(content)
+        placing.show_code(content)
     else:
-        _show(content, curves)
-        for each in hot:
-            typer.echo(
-                f"{each.table}: {each.rows:,} hot rows in {each.hbm_bytes / 2**20:.1f} MiB of HBM; a rank sends "
-                f"{each.all_to_all_bytes / 1e6:.1f} MB by All2All, {each.without_bytes / 1e6:.1f} MB without"
-            )
+        placing.show(content, lines + hot)
         for flag, trouble in troubles.items():
             if not trouble:
                 typer.echo(f"{flag[2:].replace('output', 'plan').replace('-', ' ')} written to {outputs[flag]}")
     if any(troubles.values()):
         typer.echo("\n".join(f"error: {why}" for why in troubles.values() if why), err=True)
         raise typer.Exit(2)
-    if content.plan.status in (Status.INFEASIBLE, Status.UNKNOWN):
+    if content.plan.seconds is None:
         raise typer.Exit(INFEASIBLE_EXIT)
-
-
-def _texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:
-    from evenkeel.placement.application import sharding_plan_module
-    from evenkeel.placement.fields import encode
-    from evenkeel.placement.plan_file import dumps
-    from evenkeel.placement.report import make_report
-
-    report = encode(make_report(content.request, content.plan))
-    texts = {"--output": dumps(content), "--report": json.dumps(report, indent=1) + "\n"}
-    if sharding_plan is not None and content.plan.placements:
-        texts["--sharding-plan"] = sharding_plan_module(content.request, content.plan, sharding_plan.stem)
-    return texts
-
-
-def _show_code(content: PlanFile) -> None:
-    from evenkeel.placement.application import lines_to_paste
-    from evenkeel.placement.plan_text import PlanText
-
-    typer.echo(lines_to_paste(content.request, content.plan), nl=False)
-    if not content.plan.placements:
-        Console(stderr=True).print(PlanText(content.plan, None))
-
-
-def _show(content: PlanFile, curves: Mapping[str, MeasuredCurve]) -> None:
-    from evenkeel.placement import Runtime, whole_step_seconds
-    from evenkeel.placement.plan_file import measured_line
-    from evenkeel.placement.plan_text import PlanText
-    from evenkeel.placement.report import make_report
-
-    request, chosen = content.request, content.plan
-    Console().print(PlanText(chosen, make_report(request, chosen)))
-    whole = whole_step_seconds(request, chosen)
-    if whole is not None and request.runtime is Runtime.TORCHREC:
-        typer.echo(f"a whole step of these tables, with what the host launches: about {whole * 1e3:.3g} ms")
-    for name, curve in curves.items():
-        moved = f"; {curve.drift:.0%} of its lookups went over to other keys" if curve.is_drifting else ""
-        typer.echo(f"misses of {name} within {curve.error:.3f}, from {curve.sampled_keys} sampled keys{moved}")
-    for line in map(measured_line, content.measured):
-        typer.echo(line)

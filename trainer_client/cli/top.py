@@ -169,7 +169,6 @@ def _watch(replicas: list[_Replica], job: str | None, interval: float, count: in
 
 
 def _lines(documents: Sequence[Document]) -> Iterator[str]:
-    """A line a stream, for files and pipes."""
     for document in documents:
         if "error" in document:
             yield f"{document['replica']}: no answer: {document['error']}"

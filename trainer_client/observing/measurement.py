@@ -84,16 +84,13 @@ class _Totals(NamedTuple):
     terms: torch.Tensor | None  # of a learned cost; on its way to the host
 
     @classmethod
-    def of(cls, loader: BalancedLoader[Any]) -> _Totals:
-        """With the latest batch."""
-        terms = loader.summed_terms
-        return cls(loader.counters.own_load, loader.counters.split_samples, None if terms is None else terms.after)
-
-    @classmethod
-    def before_latest(cls, loader: BalancedLoader[Any]) -> _Totals:
-        counters, report, terms = loader.counters, loader.report, loader.summed_terms
-        splits = counters.split_samples - report.split_samples
-        return cls(counters.own_load - report.own_load, splits, None if terms is None else terms.before)
+    def of(cls, loader: BalancedLoader[Any], *, latest: bool) -> _Totals:
+        """With the latest batch, or before it."""
+        load, splits, terms = loader.counters.own_load, loader.counters.split_samples, loader.summed_terms
+        if latest:
+            return cls(load, splits, None if terms is None else terms.after)
+        own = loader.report
+        return cls(load - own.own_load, splits - own.split_samples, None if terms is None else terms.before)
 
 
 class _Measured(NamedTuple):
@@ -191,7 +188,7 @@ class StepTimer:
         self._gradients = 0
         if self._loader is not None:
             counters = self._loader.counters
-            self._fetched.append(_Totals.before_latest(self._loader))
+            self._fetched.append(_Totals.of(self._loader, latest=False))
             self._free = self._marks.get("compute", self._begin)  # of a batch before in the same step
             self._loading = counters.loading_seconds, self._loading[0]
             self._others = counters.exposed_seconds, self._others[0]
@@ -227,7 +224,7 @@ class StepTimer:
             return  # a pipeline that fills up
         if "data" in self._marks and self._marks.get("compute") not in (None, self._marks.get("communication")):
             before = self._fetched[0]
-            after = self._fetched[1] if len(self._fetched) > 1 else _Totals.of(loader)
+            after = self._fetched[1] if len(self._fetched) > 1 else _Totals.of(loader, latest=True)
             if after.splits > before.splits:
                 return  # the attention of split samples waits for other ranks: the time is not this rank's own
             loading, others = (now - last for now, last in (self._loading, self._others))
@@ -374,9 +371,8 @@ def gather_breakdown(times: Sequence[StepTimes], group: dist.ProcessGroup | None
     own = np.array([[getattr(step, phase) for phase in PHASES] for step in times], dtype=np.float64).reshape(-1, 4)
     if not (dist.is_available() and dist.is_initialized()):
         return Breakdown.of(own[None])
-    gathered: list[NDArray[np.float64] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    tables = [table for table in gathered if table is not None]
+    tables = [own] * dist.get_world_size(group)
+    dist.all_gather_object(tables, own, group=group)
     counts = [len(table) for table in tables]
     if len(set(counts)) > 1:
         raise ValueError(f"the ranks pass {counts} steps; pass the same steps on all ranks")

@@ -111,19 +111,17 @@ class RankMeasures:
                 self._metrics[name] = kind(f"evenkeel_trainer_{name}", text, labels, registry=self.registry, **options)
         self._of("info", __version__).set(1)
 
-    def _of(self, name: str, *labels: str) -> Any:
-        return self._metrics[name].labels(self._job, str(self._rank), *labels)
-
-    def _bounded(self, name: str, label: str = "loader") -> str:
-        """A label's value that comes from the program; those beyond a bound share one."""
-        names = self._names[label]
-        if len(names) < _MOST[label]:
-            names.add(name)
-        return name if name in names else OTHER
+    def _of(self, name: str, first: str, *labels: str) -> Any:
+        """A series; values of a label that come from the program share one beyond a bound."""
+        label = _LABELS.get(name, ("loader",))[0]
+        if (names := self._names.get(label)) is not None:
+            if len(names) < _MOST[label]:
+                names.add(first)
+            first = first if first in names else OTHER
+        return self._metrics[name].labels(self._job, str(self._rank), first, *labels)
 
     def batch(self, loader: str, report: RoundReport) -> None:
         """A balanced batch has come out of a loader."""
-        loader = self._bounded(loader)
         self._of("rounds", loader, report.mode.value, report.reason.value).inc()
         self._of("load", loader, "before").set(report.home_load)
         self._of("load", loader, "after").set(report.own_load)
@@ -147,7 +145,6 @@ class RankMeasures:
 
     def step(self, loader: str, report: RoundReport, seconds: float) -> None:
         """A batch has been trained on for so long."""
-        loader = self._bounded(loader)
         self._of("step_seconds", loader).observe(seconds)
         if math.isfinite(report.imbalance) and report.imbalance >= 1:
             # Of loads, not of imbalances: where ranks differ in speed, each of these is over a mean of its own.
@@ -157,24 +154,22 @@ class RankMeasures:
 
     def waited(self, loader: str, seconds: float) -> None:
         """Training waited for its next batch; on a GPU, the device did."""
-        self._of("exposed_wait_seconds", self._bounded(loader)).inc(max(0.0, seconds))
+        self._of("exposed_wait_seconds", loader).inc(max(0.0, seconds))
 
     def parts(self, loader: str, *, agreement: float = 0.0, redistribution: float = 0.0, loading: float = 0.0) -> None:
         """The training thread waited for the agreement, for the end of a move, for the wrapped loader."""
-        loader = self._bounded(loader)
         self._of("agreement_wait_seconds", loader).inc(max(0.0, agreement))
         self._of("redistribution_seconds", loader).inc(max(0.0, redistribution))
         self._of("loading_wait_seconds", loader).inc(max(0.0, loading))
 
     def breaker(self, loader: str, *, open_: bool, changes: int) -> None:
         """The breaker's state, and how often it has changed since the last call."""
-        loader = self._bounded(loader)
         self._of("breaker_open", loader).set(open_)
         self._of("breaker_changes", loader).inc(changes)
 
     def key_skew(self, table: str, ratio: float) -> None:
         """Keys per rank of a table's lookup, largest over mean; as `trainer_client.embedding.routing` reports it."""
-        self._of("key_skew_ratio", self._bounded(table, "table")).set(ratio)
+        self._of("key_skew_ratio", table).set(ratio)
 
 
 class RankExporter:
@@ -308,7 +303,6 @@ class RankExporter:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Counts the steps that their device has finished."""
         while self._steps and self._steps[0][-1].ready():
             name, report, asked, got, done = self._steps.popleft()
             self.measures.waited(name, got.since(asked) / 1e3)

@@ -14,9 +14,8 @@ from trainer_client.planning.applying import (
     sharding_plan,
 )
 from trainer_client.planning.describe import describe_configs, describe_model
-from trainer_client.planning.model import PlannedModel, plan_model
+from trainer_client.planning.model import PlannedModel, TorchRecPlanner, plan_model
 from trainer_client.planning.statistics import KeyStatistics
-from trainer_client.planning.torchrec_planner import TorchRecPlanner
 
 __all__ = [
     "KeyStatistics",

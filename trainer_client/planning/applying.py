@@ -16,7 +16,7 @@ from evenkeel.placement.application import (
     torchrec_lines,
 )
 from evenkeel.placement.plan_file import loads
-from trainer_client.planning.describe import check_same, embedding_modules, module_configs
+from trainer_client.planning.describe import check_same, embedding_modules, module_configs, naming
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -118,11 +118,9 @@ def load_sharding_plan(path: str | Path, model: nn.Module | None = None, *, devi
     content = loads(Path(path).read_text("utf-8"))
     if model is not None:
         return sharding_plan(model, content.request, content.plan, device=device)
-    for table in content.request.tables:
-        if not table.group:
-            remedy = "give the model, or the path of the module that owns the table"
-            raise InvalidInputError(f"{table.name}.group", table.group, "is empty", remedy)
-    found: ShardingPlan = _run([sharding_plan_module(content.request, content.plan, "plan", device=device)])["plan"]
+    with naming(content.request.tables):
+        module = sharding_plan_module(content.request, content.plan, "plan", device=device)
+    found: ShardingPlan = _run([module])["plan"]
     return found
 
 

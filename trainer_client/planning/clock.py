@@ -1,33 +1,329 @@
-"""The clock has the last word: the best few plans and the trivial ones are trained for some steps, the quickest stays.
-
-torchrun --nproc-per-node 2 -m trainer_client.planning.clock --plan plan.json --seconds 5
-"""
+"""The clock has the last word: the best few plans and the trivial ones train for some steps; the quickest stays."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import json
+import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from evenkeel.key_statistics import KeyTrace, loads, merge
-from evenkeel.placement import InvalidInputError, Mode, Plan, PlanRequest, Runtime, Sharding, plan
-from evenkeel.placement.fields import encode
-from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, dumps, seconds_by_mode
-from evenkeel.placement.plan_file import loads as loads_plan
+from evenkeel.placement import (
+    DataType,
+    InvalidInputError,
+    MissCurve,
+    Mode,
+    Optimizer,
+    Plan,
+    PlanRequest,
+    Runtime,
+    Sharding,
+    Table,
+    Zipf,
+    plan,
+)
+from evenkeel.placement.access import popularity
+from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, seconds_by_mode
 from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.request import with_time
-from trainer_client.planning.collective import from_first, join_group
+from trainer_client.planning.applying import sharding_plan
+from trainer_client.planning.collective import from_first
 from trainer_client.planning.machine import host_bytes
-from trainer_client.planning.trials import Batch, DenseWork, TableModel, Timing, Trial, drawn_batches, is_true_anywhere
+
+_LEARNING_RATE = 0.01
+_DENSE_WIDTH = {"cuda": 2048, "cpu": 256}
+_PROFILED_STEPS = 4
+_BLOCK_STEPS = 4
+
+Batch = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""By table, the values and the (features * samples,) lengths of its features."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Median times on the slowest rank, the same on all ranks.
+
+    Attributes:
+        step_s: Of a step, back to back with others and beside the dense work.
+        host_s: Until the host has launched a step of the tables.
+        kernels_s: Of the kernels of a step of the tables, exchanges apart; None on a CPU.
+    """
+
+    step_s: float
+    host_s: float
+    kernels_s: float | None
+
+
+class TableModel(nn.Module):
+    """The tables of a request, in collections as they are grouped there, and a loss over all that they give."""
+
+    def __init__(self, request: PlanRequest, device: torch.device) -> None:
+        """Makes the tables, to be sharded over devices of a kind, on none; optimizers are applied in backward."""
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+        from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+        from torchrec.types import DataType as TorchRecType
+
+        super().__init__()
+        types = {DataType.FLOAT32: TorchRecType.FP32, DataType.FLOAT16: TorchRecType.FP16}
+        self.tables: dict[str, list[Table]] = {}
+        for table in request.tables:
+            kind = ("bags" if table.pooled else "rows") + ("_weighted" if table.weighted else "")
+            self.tables.setdefault(f"{kind}_{table.group}".replace(".", "_"), []).append(table)
+        self.collections = nn.ModuleDict()
+        meta = torch.device("meta")
+        for name, tables in self.tables.items():
+            config: Any = EmbeddingBagConfig if tables[0].pooled else EmbeddingConfig
+            configs = [
+                config(
+                    name=table.name,
+                    embedding_dim=table.dim,
+                    num_embeddings=table.rows,
+                    feature_names=_features(table),
+                    data_type=types[table.data_type],
+                )
+                for table in tables
+            ]
+            if tables[0].pooled:
+                made: Any = EmbeddingBagCollection(configs, is_weighted=tables[0].weighted, device=meta)
+            else:
+                made = EmbeddingCollection(configs, device=meta)
+            self.collections[name] = made
+            for table in tables:
+                held = made.embedding_bags if table.pooled else made.embeddings
+                options = {"lr": _LEARNING_RATE}
+                apply_optimizer_in_backward(_optimizer(table.optimizer, device), held[table.name].parameters(), options)
+
+    def keys(self, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """The keys of each collection on a device."""
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        found = {}
+        for name, tables in self.tables.items():
+            values = torch.cat([batch[table.name][0] for table in tables]).to(device)
+            lengths = torch.cat([batch[table.name][1] for table in tables]).to(device)
+            found[name] = KeyedJaggedTensor(
+                keys=[feature for table in tables for feature in _features(table)],
+                values=values,
+                lengths=lengths,
+                weights=torch.ones(len(values), device=device) if tables[0].weighted else None,
+            )
+        return found
+
+    def forward(self, keys: dict[str, Any]) -> torch.Tensor:
+        """The sum of the means of all embeddings."""
+        parts = []
+        for name, module in self.collections.items():
+            found = module(keys[name])
+            pooled = self.tables[name][0].pooled
+            parts += [each.values().mean() for each in ([found] if pooled else found.values())]
+        return torch.stack(parts).sum()
+
+
+def _features(table: Table) -> list[str]:
+    return [f"{table.name}/{number}" for number in range(table.features)]
+
+
+def _optimizer(optimizer: Optimizer, device: torch.device) -> Any:
+    from torchrec.optim import RowWiseAdagrad
+
+    if device.type == "cpu" and optimizer is Optimizer.ADAM:  # which FBGEMM has for GPUs only
+        return RowWiseAdagrad
+    return {
+        Optimizer.SGD: torch.optim.SGD,
+        Optimizer.ADAM: torch.optim.Adam,
+        Optimizer.ADAGRAD: torch.optim.Adagrad,
+        Optimizer.ROWWISE_ADAGRAD: RowWiseAdagrad,
+    }[optimizer]
+
+
+class DenseWork:
+    """Products of matrices that take so long on a device, in place of the rest of a model."""
+
+    def __init__(self, milliseconds: float, device: torch.device) -> None:
+        """Finds how many products take so many milliseconds."""
+        width = _DENSE_WIDTH[device.type]
+        self._factor = torch.ones(width, width, device=device)
+        self._product = torch.empty_like(self._factor)
+        self._count = 0
+        if milliseconds > 0:
+            self._count = 8
+            self.run()
+            wait(device)
+            begin = time.perf_counter()
+            self.run()
+            wait(device)
+            self._count = max(1, round(milliseconds / 1e3 / ((time.perf_counter() - begin) / self._count)))
+
+    def run(self) -> None:
+        """Launches the work."""
+        for _ in range(self._count):
+            torch.mm(self._factor, self._factor, out=self._product)
+
+
+class Trial:
+    """The tables of a plan in training on all ranks of a group, which call its methods together.
+
+    Attributes:
+        parallel: The tables, sharded by the plan.
+        dense: Work of every step beside the tables.
+        steps: Seconds of a step, by block.
+        launches: Seconds in which the host launched a step.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        plan: Plan | Callable[[nn.Module], Any],
+        batches: Iterable[Batch],
+        device: torch.device,
+        *,
+        dense: DenseWork,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Shards the tables of a request by a plan, or by TorchRec's plan of a model; batches are used again."""
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.types import ShardingEnv
+
+        self._model, self._batches, self._device, self._group = (
+            TableModel(request, device),
+            cycle(batches),
+            device,
+            group,
+        )
+        self.dense, self.steps, self.launches = dense, list[float](), list[float]()
+        ranks = group or dist.group.WORLD
+        assert ranks is not None, "there is a process group"
+        sharded = plan(self._model) if callable(plan) else sharding_plan(self._model, request, plan, device=device.type)
+        env = ShardingEnv.from_process_group(ranks)
+        self.parallel = DistributedModelParallel(self._model, env=env, device=device, plan=sharded)
+
+    def run(self, seconds: float, *, most: int = 1_000_000) -> None:
+        """Trains for so long, or so many steps, untimed: caches fill. Collective."""
+        begin = time.perf_counter()
+        for number in range(most):
+            self._step(self._next())
+            is_over = time.perf_counter() - begin > seconds
+            if number % _BLOCK_STEPS == 0 and is_true_anywhere(is_over, self._device, self._group):
+                break
+        wait(self._device)
+
+    def block(self, steps: int = _BLOCK_STEPS) -> None:
+        """Times steps back to back, and the launch of one. Collective."""
+        kept = [self._next() for _ in range(steps + 1)]
+        self._settle()
+        begin = time.perf_counter()
+        for keys in kept[1:]:
+            self._step(keys)
+        wait(self._device)
+        self.steps.append((time.perf_counter() - begin) / steps)
+        self._settle()
+        begin = time.perf_counter()
+        self.parallel(kept[0]).backward()
+        self.launches.append(time.perf_counter() - begin)
+        wait(self._device)
+
+    def timing(self) -> Timing:
+        """What was measured, and the time of kernels, which is measured now. Collective."""
+        own = [statistics.median(self.steps), statistics.median(self.launches), self._kernels()]
+        every: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, own, group=self._group)
+        step, host, kernels = (max(column) for column in zip(*every, strict=True))
+        return Timing(step_s=step, host_s=host, kernels_s=kernels or None)
+
+    def _kernels(self) -> float:
+        """Seconds of the kernels and copies of a step of the tables, but for exchanges, which wait for other ranks."""
+        if self._device.type != "cuda":
+            return 0.0
+        from torch.profiler import ProfilerActivity, profile
+
+        kept = [self._next() for _ in range(_PROFILED_STEPS)]
+        self._settle()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for keys in kept:
+                self.parallel(keys).backward()
+            wait(self._device)
+        events = [event for event in profiled.key_averages() if "nccl" not in event.key.lower()]
+        return float(sum(event.self_device_time_total for event in events)) / 1e6 / _PROFILED_STEPS
+
+    def _next(self) -> dict[str, Any]:
+        return self._model.keys(next(self._batches), self._device)
+
+    def _step(self, keys: dict[str, Any]) -> None:
+        loss = self.parallel(keys)
+        self.dense.run()
+        loss.backward()
+
+    def _settle(self) -> None:
+        wait(self._device)
+        dist.barrier(group=self._group)
+        wait(self._device)
+
+
+def is_true_anywhere(value: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Whether a value is true on any rank; the same answer on all."""
+    found = torch.tensor([float(value)], device=device)
+    dist.all_reduce(found, group=group)
+    return bool(found.item())
+
+
+def wait(device: torch.device) -> None:
+    """Waits until a device has done all that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def drawn_batches(
+    request: PlanRequest, count: int, *, traces: Mapping[str, KeyTrace] | None = None, seed: int = 0
+) -> list[Batch]:
+    """Keys of one rank: those that were traced, and of other tables drawn by their popularity.
+
+    Of a traced step that is larger than a rank's, a part is taken; a sampled key stands for several. Keys of a table of
+    which only a miss curve is known are drawn from a Zipf law.
+    """
+    draw = np.random.default_rng(seed)
+    batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(count)]
+    samples = request.step.samples_per_rank
+    for table in request.tables:
+        cells = samples * table.features
+        trace = (traces or {}).get(table.name)
+        for number, batch in enumerate(batches):
+            wanted = round(table.ids_per_sample * samples)
+            keys = _drawn(table, wanted, draw) if trace is None else _replayed(trace, table, wanted, number, draw)
+            lengths = np.full(cells, len(keys) // cells)
+            lengths[draw.permutation(cells)[: len(keys) % cells]] += 1
+            batch[table.name] = torch.from_numpy(keys), torch.from_numpy(lengths)
+    return list(batches)
+
+
+def _drawn(table: Table, count: int, draw: np.random.Generator) -> Any:
+    law = popularity(Zipf() if isinstance(table.access, MissCurve) else table.access, table.rows)
+    ends = np.cumsum(law.keys)
+    bins = draw.choice(len(law.keys), count, p=law.keys * law.probability / (law.keys @ law.probability))
+    ranks = (ends[bins] - draw.random(count) * law.keys[bins]).astype(np.int64)
+    return np.clip(ranks, 0, table.rows - 1) * 2_654_435_761 % table.rows
+
+
+def _replayed(trace: KeyTrace, table: Table, count: int, number: int, draw: np.random.Generator) -> Any:
+    low, high = np.searchsorted(trace.step, [number % trace.steps, number % trace.steps + 1])
+    keys = np.repeat(trace.key[low:high], trace.times[low:high])
+    if not len(keys):
+        return np.zeros(0, dtype=np.int64)
+    keys = draw.permutation(np.resize(keys, max(count, len(keys))))[:count]
+    several = draw.integers(0, max(1, round(1 / trace.share)), len(keys)).astype(np.uint64)
+    found: Any = ((keys + several * np.uint64(0x9E3779B97F4A7C15)) % np.uint64(table.rows)).astype(np.int64)
+    return found
+
 
 _SEARCH_S = 2.0
 """Time limit of the search for each of the plans to compare with."""
@@ -72,16 +368,15 @@ def _priced(request: PlanRequest, found: Plan | None) -> Plan | None:
     if found is None or not found.placements:
         return None
     tables = [
-        replace(
-            table,
-            modes=(placed.mode,),
-            ratio=placed.ratio if 0 < placed.ratio < 1 else None,
-            sharding=placed.sharding,
-            column_shards=placed.column_shards if placed.column_shards > 1 else table.column_shards,
-        )
-        for table, placed in zip(request.tables, found.placements, strict=True)
+        _pinned(table, p.mode, p.ratio if 0 < p.ratio < 1 else None, p.sharding, p.column_shards)
+        for table, p in zip(request.tables, found.placements, strict=True)
     ]
     return _planned(replace(request, tables=tuple(tables)))
+
+
+def _pinned(table: Table, mode: Mode, ratio: float | None, sharding: Sharding, columns: int) -> Table:
+    pieces = columns if columns > 1 else table.column_shards
+    return replace(table, modes=(mode,), ratio=ratio, sharding=sharding, column_shards=pieces)
 
 
 def as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
@@ -94,14 +389,8 @@ def as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
         mode = _KERNELS[given.compute_kernel]
         factor = getattr(given.cache_params, "load_factor", None) or _DEFAULT_LOAD_FACTOR
         blocks = {shard.shard_offsets[1] for shard in given.sharding_spec.shards} if given.sharding_spec else {0}
-        cut = replace(
-            table,
-            modes=(mode,),
-            ratio=factor if mode is Mode.CACHING else None,
-            sharding=Sharding(given.sharding_type),
-            column_shards=len(blocks) if len(blocks) > 1 else table.column_shards,
-        )
-        tables.append(cut)
+        ratio = factor if mode is Mode.CACHING else None
+        tables.append(_pinned(table, mode, ratio, Sharding(given.sharding_type), len(blocks)))
     return _planned(replace(request, tables=tuple(tables)))
 
 
@@ -274,30 +563,9 @@ def check_request(request: PlanRequest, ranks: int) -> None:
         raise InvalidInputError("runtime", request.runtime.value, "is not run by the clock", remedy)
 
 
-def main() -> None:
-    """Runs the plan of a plan file and its contenders on the ranks of torchrun; writes the file of the quickest."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--plan", type=Path, required=True, help="plan file, which is replaced")
-    parser.add_argument("--statistics", type=Path, action="append", default=[], help="key statistics to replay")
-    parser.add_argument("--seconds", type=float, default=5.0, help="training time of each plan")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    device = join_group(options.device)
-    content = loads_plan(options.plan.read_text("utf-8"))
-    traces: Mapping[str, KeyTrace] = merge(loads(path.read_bytes()) for path in options.statistics)
-    quickest, measured = run_race(
-        content.request,
-        content.plan,
-        drawn_batches(content.request, _BATCHES, traces=traces, seed=dist.get_rank()),
-        device,
-        seconds=options.seconds,
-    )
-    if dist.get_rank() == 0:
-        made = PlanFile(request=content.request, plan=quickest, measured=measured)
-        options.plan.write_text(dumps(made), "utf-8")
-        print(json.dumps(encode(measured)))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def race_of_file(device: torch.device, content: PlanFile, statistics: Sequence[Path], seconds: float) -> PlanFile:
+    """The quickest of a file's plan and its contenders, by the keys of files of statistics. Collective."""
+    traces: Mapping[str, KeyTrace] = merge(loads(path.read_bytes()) for path in statistics)
+    drawn = drawn_batches(content.request, _BATCHES, traces=traces, seed=dist.get_rank())
+    quickest, measured = run_race(content.request, content.plan, drawn, device, seconds=seconds)
+    return replace(content, plan=quickest, measured=measured)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -69,29 +72,49 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return made
 
 
-def run_on_ranks(module: str, ranks: int, *arguments: object, limit_s: float | None = None) -> None:
-    """Runs a module on ranks of this host, by torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", module, *map(str, arguments)]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{module} did not end on {ranks} ranks within {limit_s:g} s") from None
-    if ended.returncode:
-        lines = (ended.stdout + ended.stderr).strip().splitlines() or ["it said nothing"]
-        shown = next((line for line in lines if line.startswith("[rank") and "Error: " in line), lines[-1])
-        raise RuntimeError(f"{module} failed on {ranks} ranks (exit {ended.returncode}): {shown[:300]}")
+def run_on_ranks(work: Callable[..., T], ranks: int, kind: str, *arguments: object, limit_s: float | None = None) -> T:
+    """What `work(device, *arguments)` gives on the first of ranks of this host that torchrun starts for it.
+
+    Args:
+        work: A function of a module.
+        ranks: How many.
+        kind: Of the devices, `cuda` or `cpu`.
+        arguments: What it is given besides.
+        limit_s: Seconds that it may take.
+
+    Raises:
+        RuntimeError: If it fails or takes longer.
+    """
+    module = work.__module__
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(pickle.dumps((work, kind, arguments)))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", __spec__.name, file.name]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{module} did not end on {ranks} ranks within {limit_s:g} s") from None
+        if ended.returncode:
+            lines = (ended.stdout + ended.stderr).strip().splitlines() or ["it said nothing"]
+            shown = next((line for line in lines if line.startswith("[rank") and "Error: " in line), lines[-1])
+            raise RuntimeError(f"{module} failed on {ranks} ranks (exit {ended.returncode}): {shown[:300]}")
+        found: T = pickle.loads(Path(file.name).read_bytes())
+    return found
 
 
-def join_group(device: str) -> torch.device:
-    """Begins the process group of torchrun's ranks; returns this rank's device, of kind `cuda` or `cpu`."""
-    if device != "cuda":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(place)
-    dist.init_process_group("nccl", device_id=place)
-    return place
+def main() -> None:
+    """Does on a rank of torchrun what `run_on_ranks` wrote into a file, and puts there what came of it."""
+    file = Path(sys.argv[1])
+    work, kind, arguments = pickle.loads(file.read_bytes())
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+    found = work(device, *arguments)
+    if dist.get_rank() == 0:
+        file.write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
 
 
 @contextmanager
@@ -107,3 +130,7 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

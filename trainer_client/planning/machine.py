@@ -81,7 +81,6 @@ def _local_ranks(ranks: int) -> int:
 
 
 def _named(device: torch.device, notes: list[str]) -> str:
-    """The built-in profile of the GPU, by its name."""
     if device.type != "cuda":
         return _FALLBACK
     shown = torch.cuda.get_device_name(device)

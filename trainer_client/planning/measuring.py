@@ -1,22 +1,15 @@
-"""What a machine takes for embedding tables: random gathers, the link, kernels by themselves, and the host's part.
-
-torchrun --nproc-per-node 2 -m trainer_client.planning.measuring --json steps.json
-"""
+"""What a machine takes for embedding tables: random gathers, the link, kernels by themselves, and the host's part."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +18,8 @@ import torch.distributed as dist
 from evenkeel.placement import Mode, Sharding, plan
 from evenkeel.placement.fields import encode
 from evenkeel.placement.whole_step import StepSample, TablePart, request_of
-from trainer_client.planning.collective import join_group, process_group, run_on_ranks
-from trainer_client.planning.trials import DenseWork, Trial, drawn_batches, wait
+from trainer_client.planning.clock import DenseWork, Trial, drawn_batches, wait
+from trainer_client.planning.collective import process_group, run_on_ranks
 
 ROW_BYTES = (128, 512, 2048)
 _K, _M = 1 << 10, 1 << 20
@@ -194,11 +187,11 @@ def scaled(samples: Sequence[StepSample], scale: float) -> list[StepSample]:
 
 def measure_on_ranks(ranks: int, device: str, *, scale: float = 1.0, limit_s: float = 600.0) -> list[dict[str, Any]]:
     """Starts ranks on this host, one a GPU, has them measure `STEPS`, and returns the records."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "steps.json"
-        run_on_ranks(__spec__.name, ranks, "--json", out, "--device", device, "--scale", scale, limit_s=limit_s)
-        records: list[dict[str, Any]] = json.loads(out.read_text("utf-8"))
-        return records
+    return run_on_ranks(_measure_scaled, ranks, device, scale, limit_s=limit_s)
+
+
+def _measure_scaled(device: torch.device, scale: float) -> list[dict[str, Any]]:
+    return measure_steps(scaled(STEPS, scale), device, seconds=6.0 if scale >= 1 else 0.2)
 
 
 def can_measure_steps() -> bool:
@@ -208,21 +201,3 @@ def can_measure_steps() -> bool:
     except (ImportError, OSError):
         return False
     return True
-
-
-def main() -> None:
-    """Measure whole steps on the ranks of torchrun and write the records."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="file for the records")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--scale", type=float, default=1.0)
-    options = parser.parse_args()
-    device = join_group(options.device)
-    records = measure_steps(scaled(STEPS, options.scale), device, seconds=6.0 if options.scale >= 1 else 0.2)
-    if dist.get_rank() == 0:
-        options.json.write_text(json.dumps(records, indent=1) + "\n", "utf-8")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

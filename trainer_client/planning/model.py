@@ -1,8 +1,7 @@
-"""From a model to a plan that runs, in one call."""
+"""From a model to a plan that runs, in one call, or as TorchRec's planners are called."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +30,12 @@ from evenkeel.placement.invalid_input import require
 from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, dumps, measured_line
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
+from evenkeel.plan_requests import DEFAULT_RESERVE
 from evenkeel.planner_client import PlannerClient
 from trainer_client.checks import is_whole
 from trainer_client.planning.applying import dynamicemb_constraints, parameter_constraints, sharding_plan
-from trainer_client.planning.clock import run_race
-from trainer_client.planning.collective import all_or_none, from_first, group_size, in_group, on_all, process_group
+from trainer_client.planning.clock import Batch, drawn_batches, run_race
+from trainer_client.planning.collective import all_or_none, from_first, group_size, in_group, process_group
 from trainer_client.planning.describe import (
     describe_model,
     embedding_modules,
@@ -45,13 +45,10 @@ from trainer_client.planning.describe import (
 )
 from trainer_client.planning.machine import find_machines
 from trainer_client.planning.statistics import KeyStatistics, Observed, observe
-from trainer_client.planning.trials import Batch, drawn_batches
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
-RESERVE = 0.15
-"""Part of the HBM that is left for activations and communication, as TorchRec's planner leaves it."""
 _OPTIMIZERS = {
     "SGD": Optimizer.SGD,
     "Adam": Optimizer.ADAM,
@@ -116,7 +113,7 @@ def plan_model(
     topology: Topology | str | None = None,
     hardware: str | HardwareProfile | None = None,
     dense_bytes: int | None = None,
-    reserve: float = RESERVE,
+    reserve: float = DEFAULT_RESERVE,
     prefetch_depth: int = 1,
     max_batches: int | None = None,
     clock: float | None = None,
@@ -169,19 +166,13 @@ def plan_model(
         PlannerError: If the service refused or could not be reached, on rank 0; the other ranks raise `RuntimeError`.
     """
     _check_models(model, group)
-    place, ranks, samples, most = all_or_none(
-        lambda: (_device(device), _ranks(topology, group), _whole(samples_per_rank), _most(max_batches)), group
-    )
-    observed = observe(model, batches, ranks=ranks, most=most, keep=clock is not None, group=group)
-    uneven: tuple[str, ...] = ()
-    if samples is None:
-        samples = observed.samples or None
-        if observed.fewest < observed.samples:
-            uneven = (
-                f"largest batches have {observed.fewest} to {samples} samples: all ranks are planned with the most",
-            )
+    all_or_none(lambda: _check_numbers(samples_per_rank, max_batches), group)
+    place, ranks = all_or_none(lambda: (_device(device), _ranks(topology, group)), group)
+    keep = clock is not None
+    observed = observe(model, batches, ranks=ranks, most=max_batches, samples=samples_per_rank, keep=keep, group=group)
+    samples = observed.samples or samples_per_rank
 
-    def make() -> tuple[PlanFile, tuple[str, ...]]:
+    def make() -> tuple[PlanRequest, Plan, tuple[str, ...]]:
         described, notes = _describe(model, optimizer, ids_per_sample, access, observed, tables)
         reserved = _dense_bytes(model, place) if dense_bytes is None else dense_bytes
         machines, profile, assumed = find_machines(
@@ -209,18 +200,20 @@ def plan_model(
                 moving = [name for name, curve in curves.items() if curve.is_drifting]
                 if moving:
                     notes += (f"popular keys of {_shown(moving)} changed while they were observed: the plan may age",)
-            notes += uneven + assumed
+            notes += assumed
             if samples is None:
                 notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
+            if in_group():
+                given, there = request.topology.ranks, group_size(group)
+                remedy = "leave topology out, or plan in a program without a process group"
+                require(given == there, "topology.ranks", given, f"is not that of the group, which has {there}", remedy)
             plan = (planner or PlannerClient.from_env()).plan(request)
         dense = [placed.table for placed in plan.placements if placed.sharding is Sharding.DATA_PARALLEL]
         if dense:
             notes += (f"{_shown(dense)}: data-parallel, so not trained in backward, but by {_DENSE_PARAMETERS}",)
-        return PlanFile(request=request, plan=plan), notes
+        return request, plan, notes
 
-    content, notes = from_first(make, group)
-    request, plan = content.request, content.plan
-    _check_ranks(request, group)
+    request, plan, notes = from_first(make, group)
     measured: tuple[MeasuredPlan, ...] = ()
     if clock is not None:
         with process_group(place):
@@ -280,41 +273,35 @@ def _check_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         for path, module in embedding_modules(model)
         for config in module_configs(module)
     }
-    digests = on_all(lambda: hashlib.sha256(repr(sorted(own.items())).encode()).digest(), group)
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is None:
-        return
-    every = on_all(lambda: own if dist.get_rank(group) in (0, other) else {}, group)
-    first, theirs = every[0], every[other]
-    name = next(name for name in sorted(first.keys() | theirs.keys()) if first.get(name) != theirs.get(name))
-    lacking = "no such table"
-    what = f"of rank {other} of the group is not that of rank 0, which has {first.get(name, lacking)}"
-    raise InvalidInputError(name, theirs.get(name, lacking), what, "give all ranks the same model")
+    first, lacking = from_first(lambda: own, group), "no such table"
+
+    def compare() -> None:
+        for name in sorted(first.keys() | own.keys()):
+            if first.get(name) != own.get(name):
+                rank, theirs = dist.get_rank(group), first.get(name, lacking)
+                what = f"of rank {rank} of the group is not that of rank 0, which has {theirs}"
+                raise InvalidInputError(name, own.get(name, lacking), what, "give all ranks the same model")
+
+    all_or_none(compare, group)
 
 
 def _ranks(topology: Topology | str | None, group: dist.ProcessGroup | None) -> int:
-    """Ranks of the job that is planned."""
     machines = parse_topology(topology)[1] if isinstance(topology, str) else topology
     return group_size(group) if machines is None else machines.ranks
 
 
-def _most(max_batches: int | None) -> int | None:
+def _check_numbers(samples_per_rank: object, max_batches: int | None) -> None:
+    if samples_per_rank is not None and not isinstance(samples_per_rank, int | float):
+        remedy = "give the samples of a batch on one rank"
+        raise InvalidInputError("samples_per_rank", samples_per_rank, "is no number", remedy)
     if max_batches is not None and (not is_whole(max_batches) or max_batches < 1):
         raise InvalidInputError("max_batches", max_batches, "is no number of batches", "use 1 or more")
-    return max_batches
 
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _whole(value: float | None) -> Any:
-    """4e8 is a whole number too; what is none is refused with the request."""
-    if value is not None and not isinstance(value, int | float):
-        raise InvalidInputError("samples_per_rank", value, "is no number", "give the samples of a batch on one rank")
-    return value if value is None or not float(value).is_integer() else int(value)
 
 
 def _describe(
@@ -337,13 +324,9 @@ def _describe(
     if unknown and optimizer is None:
         notes += (f"the optimizer of {_shown(unknown)} is assumed to be adam: no other takes more memory",)
     notes += observed.notes
-    told = observed.traces.keys() | (access or {}).keys()
-    blind = [table.name for table in tables if table.name not in told]
-    if blind:
+    if blind := [table.name for table in tables if table.name not in observed.traces.keys() | (access or {}).keys()]:
         notes += (f"nothing tells how keys of {_shown(blind)} are looked up: Zipf with exponent 1.05 is assumed",)
-    quiet = [table.name for table in tables if table.name in observed.traces]
-    quiet = [name for name in quiet if not observed.traces[name].lookups]
-    if quiet:
+    if quiet := [name for name, trace in observed.traces.items() if not trace.lookups]:
         notes += (f"batches have no key of {_shown(quiet)}: planned as if nothing were ever looked up there",)
     unused = _shown(observed.passed_over, "features")
     others = f"; batches have features that no table takes: {unused}" if unused else ""
@@ -388,9 +371,87 @@ def _size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _check_ranks(request: PlanRequest, group: dist.ProcessGroup | None) -> None:
-    if in_group():
-        ranks = dist.get_world_size(group)
-        remedy = "leave topology out, or plan in a program without a process group"
-        what = f"is not that of the group, which has {ranks}"
-        require(request.topology.ranks == ranks, "topology.ranks", request.topology.ranks, what, remedy)
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ShardingPlan
+
+
+class TorchRecPlanner:
+    """`plan_model` with the methods of TorchRec's planners and, for TorchRec 1.9, of its `PlannerExecutor`.
+
+        plan = TorchRecPlanner(batches).collective_plan(model, sharders, group)
+        results = ProductionPlannerOrchestrator(TorchRecPlanner(batches), sku="H100").plan(request, context)
+
+    Attributes:
+        planned: All about the latest plan; None before there is one.
+    """
+
+    def __init__(self, batches: Iterable[Any] | KeyStatistics | None = None, **options: Any) -> None:
+        """Nothing is planned yet.
+
+        Args:
+            batches: As for `plan_model`.
+            options: Its others, such as `clock` and `sharding`.
+        """
+        self._batches, self._options = batches, options
+        self.planned: PlannedModel | None = None
+
+    def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
+        """The plan of a model's tables. Where there is a process group, all ranks call it together.
+
+        Args:
+            module: The model before it is sharded.
+            sharders: Not looked at: what they do not shard, they leave as it is.
+
+        Raises:
+            InvalidInputError: As `plan_model`.
+        """
+        return self.collective_plan(module, sharders)
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: Sequence[Any] | None = None,  # noqa: ARG002  (of TorchRec's protocol)
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """The same, of the ranks of a group, by default of all."""
+        self.planned = plan_model(module, self._batches, **{"group": pg} | self._options)
+        plan = self.planned.sharding_plan
+        if plan is None:
+            runtime = self.planned.request.runtime.value
+            raise InvalidInputError("runtime", runtime, "has no sharding plan", "leave it out: TorchRec asks")
+        return plan
+
+    def run(self, sku: str, ctx: Any, pg: dist.ProcessGroup | None = None) -> Any:
+        """TorchRec's `ShardingPlanResult` for a `PlannerSessionContext`, whether there is a plan or not.
+
+        Args:
+            sku: The GPUs; a profile's name where no process group has any, such as `H100`.
+            ctx: Its request names the model, ranks, and samples of a batch on a rank.
+            pg: The ranks that plan together; without, the plan is for the ranks of the request.
+        """
+        from torchrec.distributed.planner.types import ShardingPlanResult
+
+        request, (hbm_bytes, host_bytes), why = ctx.request, (0, 0), None
+        model = request.model if isinstance(request.model, nn.Module) else request.model()
+        ahead = {"topology": f"{sku.lower()}x{request.world_size}"} if pg is None else {}
+        planner = TorchRecPlanner(self._batches, **{"samples_per_rank": request.batch_size} | ahead | self._options)
+        plan = None
+        try:
+            plan = planner.collective_plan(model, request.sharders, pg)
+        except InvalidInputError as error:
+            why = str(error)
+        self.planned = planner.planned
+        if plan is not None and self.planned is not None:
+            report = self.planned.report
+            hbm_bytes = max(part.hbm_bytes for part in report.ranks)
+            host_bytes = max((part.host_bytes // max(1, part.ranks) for part in report.hosts), default=0)
+        return ShardingPlanResult(
+            sku=sku,
+            success=why is None,
+            sharding_plan=plan,
+            planner_failure_reason=why,
+            estimated_max_hbm_bytes=hbm_bytes,
+            estimated_max_ddr_bytes=host_bytes,
+            request_hash=request.request_hash,
+            request_id=request.request_id,
+        )

@@ -21,7 +21,7 @@ from torch import nn
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge
 from evenkeel.placement import InvalidInputError
 from evenkeel.placement.plan_text import spans
-from trainer_client.planning.collective import group_size, in_group, on_all
+from trainer_client.planning.collective import all_or_none, group_size, in_group, on_all
 from trainer_client.planning.describe import features_of
 
 _AHEAD = 8
@@ -162,7 +162,6 @@ class KeyStatistics:
         Path(path).write_bytes(dumps(self.traces()))
 
     def _seen_tables(self) -> set[str]:
-        """Tables of which a batch had a feature."""
         self._wait()
         return {name for name, features in self._features.items() if not self._seen.isdisjoint(features)}
 
@@ -240,8 +239,7 @@ class Observed:
     Attributes:
         traces: Key statistics by table; none of tables whose features no batch has.
         batches: `KeyedJaggedTensor`s of this rank's batches, where they are kept.
-        samples: Samples of a batch on the rank with the largest ones; 0 where nothing showed.
-        fewest: Those of the largest batch on the rank where it is smallest.
+        samples: Samples of a batch on the rank with the largest ones; 0 where nothing showed, or they are said.
         missing: Features of tables that no batch has.
         passed_over: Features of batches that belong to no table.
         notes: What was assumed, in sentences.
@@ -250,7 +248,6 @@ class Observed:
     traces: Mapping[str, KeyTrace]
     batches: Sequence[Sequence[Any]] = ()
     samples: int = 0
-    fewest: int = 0
     missing: frozenset[str] = frozenset()
     passed_over: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -262,6 +259,7 @@ def observe(
     *,
     ranks: int,
     most: int | None,
+    samples: int | None,
     keep: bool,
     group: dist.ProcessGroup | None,
 ) -> Observed:
@@ -273,33 +271,34 @@ def observe(
     count = max(_BATCHES, -(-_STEPS * ranks // len(bringing))) if most is None else most
     # A `KeyStatistics` leaves room for one of every rank, and those that bring nothing need none.
     room = _REFERENCES * group_size(None) // len(bringing)
-    made: list[KeyStatistics] = []
+    given = batches if isinstance(batches, KeyStatistics) else None
+    statistics = all_or_none(lambda: given or KeyStatistics(model, max_references=room), group)
     kept: list[list[Any]] = []
 
     def local() -> tuple[int, frozenset[str], frozenset[str]]:
         if isinstance(batches, KeyStatistics):
-            made.append(batches)
             return batches.samples_per_step(), *batches.unmatched_features()
-        made.append(KeyStatistics(model, max_references=room))
-        samples = 0
+        largest = 0
         for found in () if batches is None else _read(batches, count):
-            made[0].observe(*found)
-            samples = max(samples, *(int(keys.stride()) for keys in found))
+            statistics.observe(*found)
+            largest = max(largest, *(int(keys.stride()) for keys in found))
             if keep:
                 kept.append([keys.to(torch.device("cpu")) for keys in found])
-        return samples, *made[0].unmatched_features()
+        return largest, *statistics.unmatched_features()
 
     seen = [one for one, brought in zip(on_all(local, group), brings, strict=True) if brought]
-    samples, missing, passed_over = zip(*seen, strict=True)
+    sizes, missing, passed_over = zip(*seen, strict=True)
     notes: tuple[str, ...] = ()
     if len(bringing) < len(brings):
         named = f"rank{'s' * (len(bringing) > 1)} {spans(bringing)}"
         notes += (f"batches are those of {named} of {len(brings)}: the others gave none",)
+    if samples is None and min(sizes) < max(sizes):
+        shown = f"{min(sizes)} to {max(sizes)}"
+        notes += (f"largest batches have {shown} samples: all ranks are planned with the most",)
     return Observed(
-        traces=made[0].gather(group),
+        traces=statistics.gather(group),
         batches=kept,
-        samples=max(samples),
-        fewest=min(samples),
+        samples=max(sizes) if samples is None else 0,
         missing=frozenset.intersection(*missing),
         passed_over=tuple(sorted(frozenset.union(*passed_over))),
         notes=notes,
@@ -307,7 +306,6 @@ def observe(
 
 
 def _read(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
-    """The `KeyedJaggedTensor`s of each batch."""
     read = 0
     for batch in itertools.islice(batches, most):
         found = list(_keyed_jagged(batch, _DEPTH))
