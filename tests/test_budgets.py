@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13508, 9500),
-    "services": (4529, 4500),
+    "evenkeel": (13495, 9500),
+    "services": (4477, 4500),
     "services/balancer": (1749, 2000),
-    "trainer_client": (21376, 15000),
+    "trainer_client": (21260, 15000),
     "trainer_client/balancing": (10950, 8000),
     "tests": (28348, 20000),
-    "benchmarks": (8044, 8000),
+    "benchmarks": (8043, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
 
