@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.compile import Preparation
-from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, logged, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, logged, make_batch, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.balancing import kernels
 
@@ -47,8 +46,14 @@ def _run(rank: int, late: int, caps: list[float] | None) -> tuple[list[tuple[str
     return records, told
 
 
-def test_until_the_lead_has_its_kernels_it_plans_by_a_plain_heuristic() -> None:
-    results: list[Any] = run_ranks(2, _run, 0, None)
+@pytest.fixture(scope="module")
+def of_two() -> list[list[Any]]:
+    """Where the lead compiles, where the other rank does, and where the lead does and has caps."""
+    return run_in_turn(2, (_run, 0, None), (_run, 1, None), (_run, 0, [1e12, 1e12]))
+
+
+def test_until_the_lead_has_its_kernels_it_plans_by_a_plain_heuristic(of_two: list[list[Any]]) -> None:
+    results = of_two[0]
     for records, _ in results:
         reasons = [reason for _, reason, _ in records]
         first = reasons.index("no_service")
@@ -64,13 +69,13 @@ def test_until_the_lead_has_its_kernels_it_plans_by_a_plain_heuristic() -> None:
     assert not any("kernels" in line for line in results[1][1])
 
 
-def test_other_ranks_need_none() -> None:
-    for records, _ in run_ranks(2, _run, 1, None):
+def test_other_ranks_need_none(of_two: list[list[Any]]) -> None:
+    for records, _ in of_two[1]:
         assert {reason for _, reason, _ in records} == {"no_service"}
 
 
-def test_with_memory_caps_the_first_batch_waits_since_as_loaded_it_might_not_fit() -> None:
-    for records, told in run_ranks(2, _run, 0, [1e12, 1e12]):
+def test_with_memory_caps_the_first_batch_waits_since_as_loaded_it_might_not_fit(of_two: list[list[Any]]) -> None:
+    for records, told in of_two[2]:
         assert {(mode, reason) for mode, reason, _ in records} == {("embedded", "no_service")}
         assert len(records) == STEPS
         assert all("compiling" in line for line in told if "kernels" in line)

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.ranks import run_ranks
 from examples.datasets import SequenceBatch, SyntheticSequences
-from tests.trainer_client.balancing.jobs import connect
+from tests.trainer_client.balancing.jobs import connect, logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.batches import BatchError, flatten
 from trainer_client.balancing.costs import FitOptions, HSTUCost, LearnedCost, SequenceTerms, TokenCost, make_cost
@@ -46,12 +45,8 @@ def batches_of(rank: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def run_job(rank: int, job: Job) -> dict[str, Any]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("trainer_client.balancing.costs.learning")
-    log.handlers = [handler]
-    log.setLevel(logging.INFO)
+    said = logged("trainer_client.balancing.costs.learning")
+    logging.getLogger("trainer_client.balancing.costs.learning").setLevel(logging.INFO)
     if job.address is None:
         balancer = Balancer.embedded(job=job.name, options=job.options)
     else:
@@ -85,20 +80,17 @@ def followed(results: list[dict[str, Any]], step: int) -> set[bool]:
     return {abs(one["records"][step]["load"] / one["records"][step]["tokens"] - 1) < 1e-6 for one in results}
 
 
-def run_jobs(rank: int, jobs: list[Job]) -> dict[str, dict[str, Any]]:
-    return {job.name: run_job(rank, job) for job in jobs}
-
-
 @pytest.fixture(scope="module")
 def jobs(balancer: ServiceProcess) -> dict[str, list[dict[str, Any]]]:
     """What each rank did, of each job."""
     windows = BalanceOptions(window=2, timeout=timedelta(seconds=20))
-    ranks = run_ranks(3, run_jobs, [
+    jobs = [
         Job(name="embedded"), Job(name="service", address=balancer.address, options=windows),
         Job(name="a slow rank", slow=(1.0, 1.0, 2.0), options=BalanceOptions(learn_speeds=False)),
         Job(name="noise", noise=2.0), Job(name="other costs", plain=1),
-    ])  # fmt: skip
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    ]  # fmt: skip
+    by_job = run_in_turn(3, *((run_job, job) for job in jobs))
+    return {job.name: results for job, results in zip(jobs, by_job, strict=True)}
 
 
 @pytest.mark.parametrize("mode", ["embedded", "service"])

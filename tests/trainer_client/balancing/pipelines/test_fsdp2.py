@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.harness.ranks import run_ranks
 from examples.datasets import Keys, LogNormalLengths, SequenceBatch, SyntheticSequences
+from tests.trainer_client.balancing.jobs import logged, run_in_turn
 from trainer_client.balancing import BalancedLoader, Balancer
 from trainer_client.balancing.costs import TokenCost
 from trainer_client.observing.measurement import StepTimer
@@ -78,10 +78,7 @@ def _timed(rank: int) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_client").addHandler(handler)
+    said = logged()
     sharded, replicated, watched = Model(), Model(), []
     fully_shard(sharded, mesh=init_device_mesh("cpu", (WORLD,)))
     fully_shard(replicated, mesh=init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard")))
@@ -104,8 +101,13 @@ def _timed(rank: int) -> list[str]:
     return said
 
 
-def test_a_timer_says_that_nothing_is_learned_of_sharded_parameters() -> None:
-    for said in run_ranks(WORLD, _timed):
+@pytest.fixture(scope="module")
+def by_job() -> list[list[Any]]:
+    return run_in_turn(WORLD, (_run,), (_timed,))
+
+
+def test_a_timer_says_that_nothing_is_learned_of_sharded_parameters(by_job: list[list[Any]]) -> None:
+    for said in by_job[1]:
         assert len(said) == 1
         assert said[0].startswith("a StepTimer with a loader watches sharded parameters (FSDP2): ranks wait for each")
         assert "say BalanceOptions.speeds, or leave loader= out and call loader.took(seconds, load)" in said[0]
@@ -123,11 +125,11 @@ def _alone() -> list[torch.Tensor]:
     return found
 
 
-def test_gradients_do_not_depend_on_who_trains_what() -> None:
+def test_gradients_do_not_depend_on_who_trains_what(by_job: list[list[Any]]) -> None:
     expected = _alone()
     # Sums of some hundred terms of size one at most, each rounded a few times.
     bound = 2000 * ROUNDING
-    for rank in run_ranks(WORLD, _run):
+    for rank in by_job[0]:
         assert rank["moved"] > 0
         for name in ("off", "balanced"):
             assert len(rank[name]) == STEPS

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import failing
+from tests.trainer_client.balancing.jobs import failing, run_in_turn
 from tests.trainer_client.balancing.pipelines.held_checks import STEPS, check, make_loader, pipelines
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.pipelines import PipelineSteps, make_pipeline
@@ -25,8 +24,13 @@ def all_of_them(_: int) -> list[str]:
     return [name for name, _ in pipelines(CPU)]
 
 
-def test_what_torchrecs_pipelines_hold_is_counted() -> None:
-    assert [len(names) for names in run_ranks(2, all_of_them)] == [7] * 2
+@pytest.fixture(scope="module")
+def by_job() -> list[list[Any]]:
+    return run_in_turn(2, (all_of_them,), (fails_on_one, "base"), (fails_on_one, "sparse_dist"))
+
+
+def test_what_torchrecs_pipelines_hold_is_counted(by_job: list[list[Any]]) -> None:
+    assert [len(names) for names in by_job[0]] == [7] * 2
 
 
 class Staged:
@@ -104,6 +108,5 @@ def fails_on_one(rank: int, name: str) -> tuple[list[float], str]:
     return met, ""
 
 
-@pytest.mark.parametrize("name", ["base", "sparse_dist"])
-def test_pipelines_train_what_they_hold_before_an_error_of_the_data_is_raised(name: str) -> None:
-    assert run_ranks(2, fails_on_one, name) == [([2.0] * 5, ""), ([2.0] * 5, "the disk is gone")]
+def test_pipelines_train_what_they_hold_before_an_error_of_the_data_is_raised(by_job: list[list[Any]]) -> None:
+    assert by_job[1:] == [[([2.0] * 5, ""), ([2.0] * 5, "the disk is gone")]] * 2
