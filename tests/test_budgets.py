@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1749, 2000),
     "trainer_client": (21260, 15000),
     "trainer_client/balancing": (10950, 8000),
-    "tests": (28348, 20000),
+    "tests": (28341, 20000),
     "benchmarks": (8043, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
