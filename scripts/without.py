@@ -83,7 +83,7 @@ ROOMS = {
     "caps": Room(
         files=("evenkeel/partitioning/memory.py",),
         lines={
-            "evenkeel/partitioning/api.py": ("with_caps", "check_fits"),
+            "evenkeel/partitioning/api.py": ("with_caps", "check_fits", "if memory_caps is not None"),
             "evenkeel/partitioning/splits/stage.py": ("with_caps", "check_fits", "_placements"),
             "evenkeel/partitioning/users.py": ("memory",),
         },

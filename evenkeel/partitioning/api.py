@@ -178,10 +178,12 @@ def partition(
         nodes=nodes,
         compiled=compiled,
     )
-    problem = with_caps(problem, memory, memory_caps, compiled)
+    if memory_caps is not None:
+        problem = with_caps(problem, memory, memory_caps, compiled)
     arrays = problem.arrays
     destinations = assign(problem, chosen, min_samples)
-    check_fits(memory, memory_caps, destinations)
+    if memory_caps is not None:
+        check_fits(memory, memory_caps, destinations)
     home_loads: Sums = problem.home_loads
     if problem.costs is not arrays.costs:
         home_loads = loads_of(problem.costs, arrays.homes, problem.num_ranks)

@@ -52,8 +52,9 @@ def flatten(
     """
     if isinstance(batch, FlatBatch):
         return batch
-    check_spec(spec)
-    spec = spec if spec is not None else PLAIN
+    if not isinstance(spec, BatchSpec):
+        check_spec(spec)
+        spec = PLAIN
     reading = read(batch, spec)
     structure, columns = reading.structure, reading.structure.columns
     if lengths is not None:
