@@ -171,6 +171,7 @@ def running_echo() -> Iterator[str]:
     """The address of a server in a process of its own that does nothing but gRPC: the least that any service takes."""
     ours, theirs = zygote.context.Pipe(duplex=False)
     process = zygote.process(_run_echo, theirs)
+    theirs.close()  # so that `recv` raises when the process has died
     try:
         yield f"127.0.0.1:{ours.recv()}"
     finally:
@@ -194,14 +195,8 @@ def main() -> None:
     with running_balancer("--log-level", "warning", interpreter=True) as balancer, running_echo() as echo:
         sizes = measure_sizes(balancer.address, echo, RANKS, seconds)
         jobs = asyncio.run(measure_jobs(balancer.address, echo, JOBS, seconds))
-    document = {
-        "samples_per_rank": SAMPLES,
-        "fields": FIELDS,
-        "sizes": sizes,
-        "ranks_of_each_job": JOB_RANKS,
-        "jobs": jobs,
-    }
-    write(options.json, document)
+    shape = {"samples_per_rank": SAMPLES, "fields": FIELDS, "ranks_of_each_job": JOB_RANKS}
+    write(options.json, shape | {"sizes": sizes, "jobs": jobs})
 
 
 if __name__ == "__main__":

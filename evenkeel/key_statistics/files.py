@@ -25,7 +25,7 @@ _SIGMAS = 6.0
 """Deviations by which chance may overstate the number of keys that a sample is of."""
 _FIGURES = ("steps", "samples", "lookups", "limit", "excess")
 _PARTS = ("names", "keys", "counts", "times")
-_HEAVY = ("keys", "times")
+_HEAVY_PARTS = ("keys", "times")
 
 
 def dumps(traces: Mapping[str, KeyTrace]) -> bytes:
@@ -39,7 +39,7 @@ def dumps(traces: Mapping[str, KeyTrace]) -> bytes:
         counts = np.bincount(trace.step, minlength=trace.steps)
         for part, values in zip(_PARTS, (names, key, counts, trace.times), strict=True):
             arrays[f"{index}.{part}"] = values.astype(np.min_scalar_type(int(values.max(initial=0))))
-        arrays |= {f"{index}.heavy_{part}": getattr(trace.heavy, part) for part in _HEAVY}
+        arrays |= {f"{index}.heavy_{part}": getattr(trace.heavy, part) for part in _HEAVY_PARTS}
     header = {"format": FORMAT, "version": VERSION, "tables": about}
     arrays["about"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     out = io.BytesIO()
@@ -80,7 +80,7 @@ def _heavy(entry: dict[str, Any], arrays: Mapping[str, Any], index: int) -> Heav
     lookups = int(entry.get("heavy_lookups", 0))
     if not lookups:
         return HeavyKeys()
-    keys, times = (arrays[f"{index}.heavy_{part}"].astype(np.int64) for part in _HEAVY)
+    keys, times = (arrays[f"{index}.heavy_{part}"].astype(np.int64) for part in _HEAVY_PARTS)
     if keys.shape != times.shape or keys.ndim != 1 or times.min(initial=0) < 0 or times.sum() > lookups:
         raise ValueError("its parts do not fit together")
     return HeavyKeys(keys=keys, times=times, lookups=lookups)

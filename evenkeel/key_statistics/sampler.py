@@ -105,7 +105,7 @@ class KeySampler:
             counted[table] = len(unique)
             if is_counted:
                 seen = HeavyKeys(keys=unique.astype(np.int64), times=counts, lookups=len(keys))
-                self._heavy[table] = self._heavy[table].and_also([seen])
+                self._heavy[table] = self._heavy[table].merged([seen])
                 unique = hashed(unique)
                 kept = unique <= np.uint64(self._limits[table])
                 unique, counts = unique[kept], counts[kept]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 ALL = 2**64 - 1
-_HEAVY = 1024
+_MOST_HEAVY = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,12 +29,12 @@ class HeavyKeys:
     times: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     lookups: int = 0
 
-    def and_also(self, others: Sequence[HeavyKeys]) -> HeavyKeys:
+    def merged(self, others: Sequence[HeavyKeys]) -> HeavyKeys:
         """Those of all of them together."""
         every = (self, *others)
         keys, where = np.unique(np.concatenate([each.keys for each in every]), return_inverse=True)
         times = np.bincount(where, np.concatenate([each.times for each in every]), len(keys)).astype(np.int64)
-        most = np.sort(np.argsort(-times, kind="stable")[:_HEAVY])
+        most = np.sort(np.argsort(-times, kind="stable")[:_MOST_HEAVY])
         return HeavyKeys(keys=keys[most], times=times[most], lookups=sum(each.lookups for each in every))
 
 
@@ -128,7 +128,7 @@ def merged(traces: Sequence[KeyTrace], most: int = 2_000_000) -> KeyTrace:
         key=key,
         times=times,
         excess=float(np.mean([trace.excess for trace in parts])),  # all ranks look up the same popular keys
-        heavy=traces[0].heavy.and_also([trace.heavy for trace in traces[1:]]),
+        heavy=traces[0].heavy.merged([trace.heavy for trace in traces[1:]]),
     )
     while len(result.step) > most:
         result = result.thinned(result.limit // 2)

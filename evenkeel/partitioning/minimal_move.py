@@ -65,10 +65,6 @@ def _largest(problem: Problem, destinations: Ranks) -> float:
     return float((loads / problem.arrays.speeds).max())
 
 
-def _limit(problem: Problem) -> float:
-    return float((problem.arrays.limits / problem.arrays.speeds).max())
-
-
 def _time(problem: Problem, destinations: Ranks) -> float:
     """What a partition takes, load and moves together, as a multiple of the bound on the load."""
     load = _largest(problem, destinations) / problem.bound if problem.bound > 0 else 1.0
@@ -89,7 +85,8 @@ def minimal_move(problem: Problem) -> Ranks:
         if least > 0:
             problem = with_crowding(problem)
             best, least = exchange_from(problem, best, effort=4)
-    largest = _limit(problem) if least <= 0 else _largest(problem, best)
+    limits = problem.arrays.limits / problem.arrays.speeds
+    largest = float(limits.max()) if least <= 0 else _largest(problem, best)
     for method, effort in ((longest_first, 8), (differenced, 4)):
         if least <= 0:
             break

@@ -422,10 +422,12 @@ def with_limits(arrays: Arrays, largest: float, tolerance: float) -> Arrays:
 def with_crowding(problem: Problem) -> Problem:
     """The same problem with limits that heavy samples leave possible, where the plain bound cannot be reached."""
     arrays = problem.arrays
-    if not bool((arrays.speeds == arrays.speeds[0]).all()):
+    if not (problem.interchangeable or bool((arrays.speeds == arrays.speeds[0]).all())):
         return problem
     crowded = crowding_bound(arrays.costs, problem.order, int(arrays.fewest.min()), problem.num_ranks)
-    bound = max(problem.bound, crowded / float(arrays.speeds[0]))
+    bound = crowded / float(arrays.speeds[0])
+    if bound <= problem.bound:
+        return problem
     return replace(problem, arrays=with_limits(arrays, bound, problem.tolerance))
 
 

@@ -160,7 +160,7 @@ class RoundOptions:
         return replace(self, counts="free", memory_caps=(), stay=True, split=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: it is pickled in half the time
 class Figures:
     """How even a batch is, or the worst batch of a round. Mean load in units of cost, sizes in bytes.
 

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: checkpoints in the middle of an epoch, and `ckpt_path`.
+"""PyTorch Lightning: checkpoints in the middle of an epoch, `ckpt_path`, and SIGTERM on any rank.
 
 `torchrun --nproc-per-node 4 --max-restarts 1 -m examples.resume.lightning_loop --kill-at 7`
 """
@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from examples.resume import job
+from examples.resume.preemption import Preemption
 from trainer_client import BalancedLoader
 from trainer_client.balancing.adapters.lightning import LightningLoader
+
+SECONDS = 25.0  # from SIGTERM to the end; Kubernetes gives 30
 
 
 class Data(LightningDataModule):
@@ -65,6 +69,26 @@ class Model(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
+class Preempted(Callback):
+    """Ends training after the same step on all ranks; ModelCheckpoint then saves.
+
+    Left to itself, Lightning ends it on each rank when that has got the signal, and begins a collective in the handler.
+    """
+
+    def on_train_start(self, _: Trainer, module: LightningModule) -> None:
+        """Takes the signal over from Lightning, which has its handler by now."""
+        self._preemption = Preemption(SECONDS, module.device)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Tells the other ranks."""
+        self._preemption.begin_step()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Ends, where a rank has been asked to."""
+        if self._preemption.stops():
+            raise SIGTERMException
+
+
 class Noted(Callback):
     """Writes the ledger; ModelCheckpoint comes after other callbacks."""
 
@@ -91,12 +115,13 @@ def main() -> None:
     options = job.read_options(__doc__)
     checkpoints = ModelCheckpoint(
         options.folder, filename="{step:06}", every_n_train_steps=options.save_every, save_top_k=-1,
-        save_on_exception=True,  # SIGTERM is one
+        save_on_exception=True,
     )  # fmt: skip
     trainer = Trainer(
-        max_epochs=options.epochs, callbacks=[Noted(options), checkpoints], logger=False, enable_progress_bar=False,
+        max_epochs=options.epochs, callbacks=[Noted(options), Preempted(), checkpoints], logger=False,
         accelerator="auto", strategy="ddp", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")), enable_model_summary=False,
+        enable_progress_bar=False,
     )  # fmt: skip
     trainer.fit(Model(), Data(options), ckpt_path=newest(options.folder), weights_only=False)
 

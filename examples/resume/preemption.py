@@ -18,13 +18,15 @@ class Preemption:
     would wait for it in the next gradients. So each step tells the others, in a small collective beside its own.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, device: torch.device | None = None) -> None:
         """Takes the signal over.
 
         Args:
             seconds: From the signal to the end of the process, saved or not; less than the scheduler gives.
+            device: On which the default process group communicates; None: the host.
         """
         self._seconds = seconds
+        self._device = device
         self._asked = False
         self._told = torch.zeros(1)
         self._work: dist.Work | None = None
@@ -39,7 +41,7 @@ class Preemption:
 
     def begin_step(self) -> None:
         """Tells the other ranks whether this one has got the signal; waits for nothing."""
-        self._told = torch.tensor([float(self._asked)])
+        self._told = torch.tensor([float(self._asked)], device=self._device)
         self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, async_op=True)
 
     def stops(self) -> bool:

@@ -7,7 +7,6 @@ import faulthandler
 import gc
 import secrets
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 import structlog
@@ -22,12 +21,13 @@ from services.balancer.settings import PREFIX, Settings, load_settings
 from services.balancer.workers import WorkerPool
 from services.operations.process import keep_memory
 from services.operations.program import run_service, stop_on_signals, write_port
-from services.security.grpc_tls import server_credentials
 from services.security.tokens import TokenStore
+from services.security.transport import Transport
 
 log = structlog.get_logger(__name__)
 
 _QUIET_SECONDS = 10.0  # of a start, then it says what it may be doing
+_CHECK_SECONDS = 1.0  # from one look at the files of TLS to the next, at least
 _WINDOW_BYTES = 4 << 20  # that a client may send of a call before it is read
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
@@ -95,7 +95,7 @@ class BalancerServer:
         self.port = 0
         self._people = open_people(
             settings,
-            version=_version(),
+            version=evenkeel.__version__,
             instance=instance,
             draining=lambda: self._draining or not self.port,
             tokens=self._tokens,
@@ -105,7 +105,7 @@ class BalancerServer:
         )
         self.metrics_port = self._people.metrics_port
         self._servicer = BalancerServicer(
-            settings, self._pool, occupancy, self._people, version=_version(), instance=instance
+            settings, self._pool, occupancy, self._people, version=evenkeel.__version__, instance=instance
         )
         self._health = Health(occupancy)
         self._server = self._build()
@@ -133,7 +133,7 @@ class BalancerServer:
         address = f"{host}:{settings.port}"
         try:
             if self._transport.secure:
-                port = self._server.add_secure_port(address, server_credentials(self._transport))
+                port = self._server.add_secure_port(address, _credentials(self._transport))
             else:
                 port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -182,8 +182,14 @@ class BalancerServer:
         return server
 
 
-def _version() -> str:
-    try:
-        return version("evenkeel")
-    except PackageNotFoundError:
-        return evenkeel.__version__
+def _credentials(transport: Transport) -> grpc.ServerCredentials:
+    """Those of TLS, which follow the files: a renewed certificate holds for the connections from then on."""
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        chain, key, authorities = transport.read()
+        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=authorities)
+
+    followed = transport.follow(check_seconds=_CHECK_SECONDS)
+    return grpc.dynamic_ssl_server_credentials(
+        read(), lambda: followed.load(read), require_client_authentication=transport.client_ca is not None
+    )

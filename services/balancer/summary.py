@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
 from evenkeel.protocol.plan_round import RoundNames, RunFacts
 
@@ -23,8 +20,8 @@ class RoundSummary:
         batches: Batches of the round.
         strategy: How it was planned.
         figures: Of the least even batch, with the samples and sizes of all.
-        loads_before: (ranks,) float64, summed cost of that batch as loaded.
-        loads_after: (ranks,) float64, the same as planned.
+        loads_before: (ranks,), summed cost of that batch as loaded; a list, which is pickled faster than an array.
+        loads_after: (ranks,), the same as planned.
         saved_steps: By how much the largest load over the mean falls, summed over the batches: in steps of the mean
             load, what each rank waits less.
         seconds: That the search took.
@@ -36,8 +33,8 @@ class RoundSummary:
     batches: int
     strategy: str
     figures: Figures
-    loads_before: NDArray[np.float64]
-    loads_after: NDArray[np.float64]
+    loads_before: list[float]
+    loads_after: list[float]
     saved_steps: float
     seconds: float
 
@@ -71,8 +68,8 @@ def summarize(
         batches=samples.num_batches,
         strategy=options.strategy,
         figures=plan.figures,
-        loads_before=plan.loads_before[worst],
-        loads_after=plan.loads_after[worst],
+        loads_before=plan.loads_before[worst].tolist(),
+        loads_after=plan.loads_after[worst].tolist(),
         saved_steps=sum(each.imbalance_before - each.imbalance_after for each in plan.batches),
         seconds=plan.seconds,
     )

@@ -106,7 +106,7 @@ def _ranks(stream: Stream, most: int) -> list[dict[str, Any]]:
     latest = stream.latest
     slow = {one.rank: one for one in latest.facts.stragglers}
     late = {one.rank: one for one in sorted(latest.facts.delays, key=lambda one: one.share)}  # the worst of each
-    loads = latest.loads_after.tolist()
+    loads = latest.loads_after
     order = sorted(range(latest.ranks), key=lambda rank: (rank not in slow and rank not in late, -loads[rank]))
     return [
         {

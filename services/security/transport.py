@@ -77,18 +77,16 @@ class Transport:
         assert self.key is not None
         chain, key = _read(self.certificate, "tls_certificate"), _read(self.key, "tls_key")
         authorities = None if self.client_ca is None else _read(self.client_ca, "tls_client_ca")
-        self.context()
-        self._check_dates()
+        self._check_dates(self.context())
         return chain, key, authorities
 
-    def _check_dates(self) -> None:
+    def _check_dates(self, ours: ssl.SSLContext) -> None:
         """Refuses an expired certificate, which no client accepts: told by a handshake with it in memory.
 
         One that holds from a moment later on is left to the clients, whose clocks may be ahead.
         """
         assert self.certificate is not None
-        ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        ours.load_cert_chain(self.certificate, self.key, password=_refuse_passphrase)
+        theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         theirs.check_hostname = False
         theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted
         theirs.load_verify_locations(self.certificate)
@@ -97,14 +95,9 @@ class Transport:
         for end in (*ends, *ends):
             try:
                 end.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-            except ssl.SSLCertVerificationError as error:
-                if error.verify_code == _EXPIRED:
+            except ssl.SSLError as error:  # it wants to read, or minds something else
+                if getattr(error, "verify_code", None) == _EXPIRED:
                     raise ValueError(f"tls_certificate {self.certificate} has expired; renew it") from None
-                return
-            except ssl.SSLError:
-                return
 
     def context(self) -> ssl.SSLContext:
         """A server context of these files, TLS 1.2 or later.

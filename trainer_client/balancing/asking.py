@@ -196,7 +196,7 @@ class Asker(Stage):
             return self._missed(error.code().name, _explained(error))
         except (InvalidMessage, grpc.FutureCancelledError) as error:
             return self._missed("INTERNAL", f"the answer is no plan of this round: {error}")
-        self._move(lambda _: Breaker())
+        self._step_breaker(lambda _: Breaker())
         return Reason.NONE
 
     def _missed(self, status: str, why: str) -> Reason:
@@ -207,10 +207,10 @@ class Asker(Stage):
             logger.error("%s: the balancer at %s refuses: %s; rank 0 plans meanwhile", self._name, self._address, why)
         if status in _REFUSALS:
             return Reason.REFUSED
-        self._move(lambda breaker: breaker.missed(time.monotonic()))
+        self._step_breaker(lambda breaker: breaker.missed(time.monotonic()))
         return Reason.NO_ANSWER
 
-    def _move(self, step: Callable[[Breaker], Breaker]) -> None:
+    def _step_breaker(self, step: Callable[[Breaker], Breaker]) -> None:
         with self._changed:
             before, breaker = self.breaker, step(self.breaker)
             self.breaker, self._counters.breaker_open = breaker, self._wanted < _NO_MORE and not breaker.closed

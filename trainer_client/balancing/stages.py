@@ -41,7 +41,7 @@ def make_lead(
     options.check_world(num_ranks)
     templates, plans = Templates(name, template), config.balance and num_ranks > 1
     kernels = Kernels(name, wait=waits or options.needs_kernels) if plans else None
-    stages: list[Stage | None] = [
+    stages: list[Stage | None] = [  # rounds finish from the last to the first: an answer comes before own planning
         Splitting(template) if options.split is not None else None,
         SpeedLearner.of(name, options, nodes),
         CostLearner(name, num_ranks, learns) if num_ranks > 1 else None,

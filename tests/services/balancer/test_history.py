@@ -164,8 +164,8 @@ def test_what_the_lead_has_seen_is_shown_by_rank_and_counted(watched: Watched) -
 def test_of_many_ranks_the_slow_and_the_busiest_are_shown(watched: Watched) -> None:
     slow = Straggler(rank=3 * MOST_RANKS - 1, speed=0.5, since=1)
     summary = replace(
-        summary_of(ranks=2, stragglers=(slow,)), ranks=3 * MOST_RANKS, loads_before=np.ones(3 * MOST_RANKS),
-        loads_after=np.arange(3.0 * MOST_RANKS)[::-1],
+        summary_of(ranks=2, stragglers=(slow,)), ranks=3 * MOST_RANKS, loads_before=[1.0] * 3 * MOST_RANKS,
+        loads_after=np.arange(3.0 * MOST_RANKS)[::-1].tolist(),
     )  # fmt: skip
     watched.history.planned(summary, 0.001)
     document = watched.document()

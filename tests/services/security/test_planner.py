@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from benchmarks.harness.authorities import write_certificate
-from benchmarks.harness.balancer_process import until_logged
+from benchmarks.harness.balancer_process import fork, until_logged
 from services.operations.launch import running_service
 from tests.services.security.conftest import TOKENS, write_tokens
 from tests.waiting import until
@@ -42,7 +42,7 @@ def test_tls_tokens_and_renewal(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens.yml")
     with running_service(
         "services.planner", "--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--token-file",
-        str(tmp_path / "tokens.yml"), log_file=tmp_path / "log",
+        str(tmp_path / "tokens.yml"), log_file=tmp_path / "log", spawn=fork,
     ) as planner:  # fmt: skip
         port = planner.port
         assert [ask(port, old_ca, token) for token in (TOKENS["planner"], None, TOKENS["late"])] == [200, 401, 401]
