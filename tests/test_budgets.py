@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13497, 9500),
-    "services": (4477, 4500),
-    "services/balancer": (1749, 2000),
+    "evenkeel": (13496, 9500),
+    "services": (4445, 4500),
+    "services/balancer": (1752, 2000),
     "trainer_client": (21261, 15000),
     "trainer_client/balancing": (10951, 8000),
-    "tests": (28341, 20000),
-    "benchmarks": (8043, 8000),
+    "tests": (28340, 20000),
+    "benchmarks": (8038, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
 
