@@ -52,8 +52,7 @@ class Balancer:
         credentials: Credentials | None = None,
     ) -> None:
         membership = read_membership(process_group, peers)  # also what a default group would hide
-        group = group if group is not None or membership is None else membership.group_name
-        group = "default" if group is None else group
+        group = membership.group_name if group is None else group
         names: dict[str, Any] = {"job": job, "group": group}
         for field, value in names.items():
             if not isinstance(value, str) or not value or len(value) > 200 or not value.isprintable():
@@ -174,8 +173,7 @@ class Balancer:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that balance together, as ranks of the job."""
-        membership = read_membership(self._config.process_group, self._config.peers)
-        return (0,) if membership is None else membership.ranks
+        return read_membership(self._config.process_group, self._config.peers).ranks
 
     @property
     def options(self) -> BalanceOptions:
@@ -185,8 +183,7 @@ class Balancer:
     @property
     def rank_and_size(self) -> tuple[int, int]:
         """This rank among those that balance together, and how many they are."""
-        membership = read_membership(self._config.process_group, self._config.peers)
-        return (0, 1) if membership is None else (membership.ranks.index(membership.rank), len(membership.ranks))
+        return read_membership(self._config.process_group, self._config.peers).place
 
     def stream(self, loader: str = "train") -> BatchStream:
         """The stream of batches of one loader; each loader has rounds of its own."""

@@ -106,10 +106,9 @@ class Contribution:
         is_float = samples.costs.dtype.kind == "f"
         flags = _FLOAT * is_float | _MEMORY * (samples.memory is not None) | DROP_LAST * self.drop_last
         flags |= INVALID * self.invalid | OUT_OF_ORDER * self.out_of_order | USERS * (samples.users is not None)
-        header["flags"] = flags
-        header["state"], header["num_samples"] = self.state, len(samples)
-        header["schema"], header["shared"], header["copy"] = self.schema, self.shared, self.copy
-        header["taken"], header["measured"] = self.taken, self.measured
+        header["flags"], header["num_samples"] = flags, len(samples)
+        for name in ("state", "schema", "shared", "copy", "taken", "measured"):
+            header[name] = getattr(self, name)
         parts: list[bytes] = []
         if arrays:
             extras = pack_changed(self.extras)

@@ -38,23 +38,23 @@ class Membership:
     peers: tuple[int, ...]  # that train the same batches, in the order of their group or mesh; the first contributes
     backend: str  # of the data-parallel group
     rank: int  # this one
+    group_name: str = "default"  # what the service calls these ranks unless the user does
 
     @property
-    def group_name(self) -> str:
-        """What the service calls these ranks unless the user does: groups of their own by their first ranks."""
-        everyone = len(self.ranks) * len(self.peers) == dist.get_world_size()
-        return "default" if everyone else f"from-rank-{self.ranks[0]}"
+    def place(self) -> tuple[int, int]:
+        """This rank among those that balance together, and how many they are."""
+        return self.ranks.index(self.rank), len(self.ranks)
 
 
-def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Membership | None:
-    """The ranks that a user's process groups or meshes mean, see `Balancer`; None where there is no process group.
+def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Membership:
+    """The ranks that a user's process groups or meshes mean, see `Balancer`; one where there is no process group.
 
     Without `process_group` all ranks balance. Without `peers`, those of the other dimensions of the mesh that it was
     cut from train the same batches; without a mesh, no others. `ValueError` where it is unclear who balances with whom.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is None and peers is None:
-            return None
+            return Membership(ranks=(0,), peers=(0,), backend="", rank=0)
         raise ValueError("process_group is given, but torch.distributed is not initialised; initialise it first")
     rank = dist.get_rank()
     if process_group is None:
@@ -88,7 +88,8 @@ def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Members
             "process_group others"
         )
     one = process_group.get_group(0) if isinstance(process_group, DeviceMesh) else process_group
-    return Membership(ranks=tuple(sorted(ranks)), peers=same, backend=_backend(one), rank=rank)
+    name = "default" if len(ranks) * len(same) == dist.get_world_size() else f"from-rank-{min(ranks)}"
+    return Membership(ranks=tuple(sorted(ranks)), peers=same, backend=_backend(one), rank=rank, group_name=name)
 
 
 def _ranks(field: str, value: Any, rank: int) -> tuple[int, ...]:
@@ -135,11 +136,13 @@ def _backend(group: dist.ProcessGroup | None) -> str:
 
 @dataclass(eq=False)
 class Communicators:
-    """Those of one stream."""
+    """Those of one stream; a rank alone has none to speak of."""
 
     up: Any  # Gloo, for contributions; used by one thread
     down: Any  # Gloo, for directives; used by one thread
-    data: dist.ProcessGroup  # for samples, of the data-parallel group's backend; used in the order of the program
+    data: (
+        dist.ProcessGroup | None
+    )  # for samples, of the data-parallel group's backend; used in the order of the program
     peers: NDArray[np.int64]  # (ranks, peers) the job's ranks, in the order of `up`: those of a row train copies
     rank: int  # this one, among those that balance together
     peer: int  # which of a row this one is; the first contributes
@@ -210,11 +213,15 @@ class Communicators:
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         """The values of all ranks and their peers at the lead; None elsewhere. Collective on `up`."""
+        if self.up is None:
+            return [value]
         table = self.gather(_packed(value), _OBJECT_ROOM)
         return None if table is None else [_unpacked(row) for row in table]
 
     def broadcast_object(self, value: Any) -> Any:
         """The lead's value. Collective on `down`."""
+        if self.up is None:
+            return value
         table = np.tile(_packed(value), (len(self.peers), 1)) if self.leads else None
         return _unpacked(self.scatter(table, _OBJECT_ROOM))
 
@@ -259,12 +266,14 @@ _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Membership, list[Commun
 _taking = threading.Lock()  # by streams that open after each other, of which one may have been interrupted
 
 
-def take_communicators(membership: Membership, timeout: timedelta) -> Communicators:
-    """Those that a closed stream has left, or new ones. Collective: all ranks and their peers call it.
+def take_communicators(membership: Membership | None, timeout: timedelta) -> Communicators:
+    """Those that a closed stream has left, or new ones; None is a rank alone. Collective: all ranks and peers call it.
 
     Not those of a stream of this name: ranks that begin different loaders meet, and hear of it. `ValueError` on all
     ranks if they and their peers are not those of one grid.
     """
+    if membership is None:
+        return Communicators(up=None, down=None, data=None, peers=np.zeros((1, 1), np.int64), rank=0, peer=0)
     world = dist.group.WORLD
     assert world is not None
     gc.collect()  # streams dropped in cycles are closed by now on all ranks, not when each happens to collect them
@@ -293,7 +302,7 @@ def _make(membership: Membership, timeout: timedelta, peers: NDArray[np.int64] |
             down=make_group(everyone, "gloo", timeout, use="/down"),
             data=make_group(membership.ranks, membership.backend, timeout, use="/data"),
             peers=peers,
-            rank=membership.ranks.index(membership.rank),
+            rank=membership.place[0],
             peer=membership.peers.index(membership.rank),
         )
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch.distributed as dist
 
 from evenkeel import __version__
@@ -35,10 +34,8 @@ class Opened:
     options: BalanceOptions  # rank 0's
     to_gpu: bool  # batches go to the ranks' GPUs where no device is named
     rounds: Rounds  # this rank's part in them
-    communicators: Communicators | None  # with the other ranks; None where there are none
+    communicators: Communicators  # with the other ranks
     world: dist.ProcessGroup | None  # the default process group that it was opened in; None: there was none
-    rank: int  # this one, among those that balance together
-    world_size: int  # how many these are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +68,9 @@ class Opening:
         """
         self._config, self._counters, self._learns, self._resumes = config, counters, learns, resumes
         membership = read_membership(config.process_group, config.peers)
-        self._membership = None if membership is None or len(membership.ranks) == 1 else membership
-        self._world = None if membership is None else dist.group.WORLD
-        nccl = membership is not None and membership.backend == "nccl"
+        self._membership = membership if len(membership.ranks) > 1 else None
+        self._world = dist.group.WORLD if membership.backend else None
+        nccl = membership.backend == "nccl"
         self._hello = _Hello(
             config=replace(config, process_group=None, peers=None, credentials=None), version=__version__,
             node=node_name(), template=None if first is None else first.empty(),
@@ -109,12 +106,8 @@ class Opening:
 
     def _settle(self) -> Opened:
         config = self._config
-        communicators: Communicators | None = None
-        hellos: list[_Hello] | None = [self._hello]
-        if self._membership is not None:
-            communicators = take_communicators(self._membership, config.options.collective_timeout)
-            hellos = communicators.gather_objects(self._hello)
-        peers = np.zeros((1, 1), np.int64) if communicators is None else communicators.peers
+        communicators = take_communicators(self._membership, config.options.collective_timeout)
+        hellos, peers = communicators.gather_objects(self._hello), communicators.peers
         settled: tuple[BalanceOptions, FlatBatch, bool] | Exception | None = None
         lead: Lead | None = None
         if hellos is not None:
@@ -127,24 +120,19 @@ class Opening:
                 settled = config.options, template, any(one.on_gpu for one in hellos)
             except Exception as error:
                 settled = error
-        if communicators is not None:
-            settled = communicators.broadcast_object(settled)
+        settled = communicators.broadcast_object(settled)
         if isinstance(settled, Exception):
-            if communicators is not None:
-                communicators.release()
+            communicators.release()
             raise settled
         assert settled is not None
         options, template, to_gpu = settled
         rounds = Rounds(lead, self._counters, template)
-        if communicators is not None:
+        if self._membership is not None:
             communicators.set_timeout(options.collective_timeout)
             rounds = SharedRounds(
                 config.loader, communicators, depth=options.depth, counters=self._counters, template=template, lead=lead
             )
-        return Opened(
-            options=options, to_gpu=to_gpu, rounds=rounds, communicators=communicators, world=self._world,
-            rank=0 if communicators is None else communicators.rank, world_size=len(peers),
-        )  # fmt: skip
+        return Opened(options=options, to_gpu=to_gpu, rounds=rounds, communicators=communicators, world=self._world)
 
 
 def _common_template(hellos: Sequence[_Hello], num_peers: int) -> FlatBatch:

@@ -113,7 +113,7 @@ class Pass:
             self._forget()
         if not self._tickets or self._tickets[0] is not ticket or directive.batches[ticket.started] != batch:
             self.leave(out_of_order=True)
-            raise out_of_order(self.opened.rank)
+            raise out_of_order(self.opened.communicators.rank)
         for flat in flats:
             flat.check_unchanged()
         self._device = self._goes_to(flats, device)
@@ -238,8 +238,7 @@ class Pass:
             piece = replace(piece, source_totals=np.zeros((len(piece.sources), samples.num_jagged), np.int64))
         if (cuts := directive.plan.cuts_in(batch)) is not None:
             samples = cut(samples, cuts)
-        communicators = self.opened.communicators
-        group = communicators.data if communicators is not None and directive.moves else None
+        group = self.opened.communicators.data if directive.moves else None
         pending = start_moving(samples, piece, group=group, device=self._device)
         self._counters.redistribution_seconds += time.perf_counter() - began
         return pending
@@ -268,15 +267,15 @@ class BatchStream:
         self._attempted: Pass | None = None  # in which this rank has tried to open the stream
         self._unopened: list[Pass] = []  # left before the stream was open, as an interrupted loop's
         self._process = os.getpid()
-        self._patience = config.options.patience  # seconds that a round may take
         self._logged_end = False
         self.counters, self.measured = Counters(), Measured()
 
     def __del__(self) -> None:
         opened: Opened | None = getattr(self, "_opened", None)
         # In the background, as closing waits for other ranks; from wherever it is collected, so without locks.
-        if opened is not None and opened.world_size > 1 and os.getpid() == self._process and not sys.is_finalizing():
-            assert opened.communicators is not None
+        if opened is None or os.getpid() != self._process or sys.is_finalizing():
+            return
+        if len(opened.communicators.peers) > 1:
             opened.communicators.closed = True
             with suppress(RuntimeError):  # no thread to be had
                 _thread.start_new_thread(self.close, ())
@@ -294,7 +293,7 @@ class BatchStream:
         before = self._pass
         if before is not None:
             before.leave()
-            if not before.settle(self._patience):
+            if not before.settle(self.options.patience):
                 raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
             if before.failure is not None:
                 raise before.failure
@@ -303,7 +302,7 @@ class BatchStream:
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._opened is not None and self._opened.world is not world:
             self.close()  # of a process group that is no more, or of the time before there was one
-        self._pass = Pass(self.counters, self._patience, by_hand=by_hand)
+        self._pass = Pass(self.counters, self.options.patience, by_hand=by_hand)
         if self._opened is not None:
             self._pass.enter(self._opened)
         return self._pass
@@ -400,7 +399,7 @@ class BatchStream:
             batches, flats, template=opened.rounds.template, cost=cost, memory=memory, users=users,
             caps=opened.options.memory_caps,
             split=opened.options.split is not None,
-            shares=opened.world_size * window,  # sums over all ranks and batches stay exact
+            shares=len(opened.communicators.peers) * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip
         contribution = Contribution(
             samples=samples, drop_last=drop_last, invalid=bool(problem), extras=Extras(problem=problem)
@@ -420,7 +419,7 @@ class BatchStream:
             self._opened.rounds.want(ticket)
         started = time.perf_counter()
         try:
-            return ticket.future.result(self._patience)
+            return ticket.future.result(self.options.patience)
         except TimeoutError:
             if ticket.future.done():
                 raise
@@ -487,8 +486,9 @@ class BatchStream:
         decision, current.ended_by = current.ended_by.decision, None
         if decision.reason is not Reason.LEFT:
             return
-        first = next((other for other in range(opened.rank) if other not in decision.ranks), opened.rank)
-        quiet = (self._logged_end or opened.rank != first) and not decision.problem
+        rank = opened.communicators.rank
+        first = next((other for other in range(rank) if other not in decision.ranks), rank)
+        quiet = (self._logged_end or rank != first) and not decision.problem
         logger.log(
             logging.INFO if quiet else logging.WARNING,
             "%s: rank %d has left its loop%s, which ends the loops of all ranks, this one after %d; batches loaded "
@@ -507,9 +507,7 @@ class BatchStream:
                 opened = opening.opened if opening.error(CLOSE_SECONDS) is None else None
         if opened is None:
             return
-        communicators = opened.communicators
-        if communicators is not None:
-            communicators.closed = True
+        opened.communicators.closed = True
         if current is not None and current.opened is None:
             self._unopened.append(current)
         with suppress(TimeoutError):
@@ -525,8 +523,7 @@ class BatchStream:
                     opened.rounds.fail(current.failure)  # wakes who waits for collectives to which nobody comes
             if not opened.rounds.close(seconds):
                 return False
-            if communicators is not None:
-                communicators.release()
+            opened.communicators.release()
             return True
 
         if not end(CLOSE_SECONDS / 2):
@@ -553,8 +550,8 @@ class BatchStream:
             current.over |= isinstance(error, NoDataError)  # on all ranks
             raise error
         self._opened = self._opening.opened
-        self._opening, self._patience = None, self._opened.options.patience
-        self._leave_unopened(self._opened, self._patience)
+        self._opening = None
+        self._leave_unopened(self._opened, self.options.patience)
         current.enter(self._opened)  # before what may fail here, as the others are in it and are to hear of it
         load_on_device("cuda" if device is None and self._opened.to_gpu else device)
         return self._opened
@@ -568,27 +565,21 @@ class BatchStream:
         """Completes a contribution by what the stream knows, and contributes it."""
         current, opened = self._pass, self._opened
         assert current is not None and opened is not None  # noqa: PT018
-        first = _first_of(flats)
-        extras, samples, template = contribution.extras, contribution.samples, opened.rounds.template
-        if len(samples):
-            shared = first.describe_shared()
-            extras = replace(extras, shared=shared)
+        first, template = _first_of(flats), opened.rounds.template
+        facts: dict[str, Any] = {"measured": self.measured.take()}
+        extras: dict[str, Any] = {}
+        if len(contribution.samples):
+            extras["shared"] = shared = first.describe_shared()
             if first.schema is not template.schema and first.schema.hash != template.schema.hash:
-                extras = replace(extras, template=first.empty())
-            contribution = replace(
-                contribution, schema=schema_number(first.schema), shared=shared_digest(shared) if shared else 0
-            )
+                extras["template"] = first.empty()
+            facts |= {"schema": schema_number(first.schema), "shared": shared_digest(shared)}
         if current.resumed is not None:  # the first round after a state was loaded
-            resumed, current.resumed = current.resumed, None
-            extras = replace(extras, resumed=resumed)
+            extras["resumed"], current.resumed = current.resumed, None
         if (learned := self.measured.learns) is not None and (rows := self.measured.take_rows()) is not None:
-            extras = replace(extras, term_names=tuple(learned.terms.names), term_rows=rows)
-        if opened.communicators is not None and opened.communicators.peers.shape[1] > 1:
-            copy = digest_of_copy(flats, contribution, values=current.next_round == 0)
-            contribution = replace(contribution, copy=copy)
-        if self.measured.batches:
-            contribution = replace(contribution, measured=self.measured.take())
-        contribution = replace(contribution, extras=extras)
+            extras |= {"term_names": tuple(learned.terms.names), "term_rows": rows}
+        if opened.communicators.peers.shape[1] > 1:
+            facts["copy"] = digest_of_copy(flats, contribution, values=current.next_round == 0)
+        contribution = replace(contribution, extras=replace(contribution.extras, **extras), **facts)
         ticket = Ticket(current.number, contribution, flats, self.measured)
         current.submit(ticket, device)
         return ticket

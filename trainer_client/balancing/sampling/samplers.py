@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
@@ -264,8 +263,7 @@ def _length(data: Sized | int) -> int:
 
 def _rank_of(rank: int | None, world_size: int | None, process_group: Ranks | None) -> tuple[int, int]:
     if rank is None and world_size is None:
-        membership = read_membership(process_group, None) if dist.is_available() else None
-        return (0, 1) if membership is None else (membership.ranks.index(membership.rank), len(membership.ranks))
+        return read_membership(process_group, None).place
     if process_group is not None:
         raise ValueError("process_group is given beside rank or world_size; pass the group, or both numbers")
     if rank is None or world_size is None:

@@ -142,12 +142,10 @@ def rows_of_other_ranks(table: RoutedTable, state_dict: Mapping[str, Any], prefi
 class TablePart(RankLocal):
     """One rank's part of a table."""
 
-    weight: nn.Parameter
-    rows: int
-
-    def __init__(self, table: RoutedTable, *, rank: int, world_size: int) -> None:
+    def __init__(self, table: RoutedTable, rows: int, *, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__()
-        self.table, self.rank, self.world_size = table, rank, world_size
+        self.table, self.rows, self.rank, self.world_size = table, rows, rank, world_size
+        self.weight = nn.Parameter(torch.empty(rows, table.embedding_dim, dtype=table.dtype, device=device))
 
     def extra_repr(self) -> str:
         """The table in words."""

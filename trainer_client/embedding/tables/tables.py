@@ -1,7 +1,7 @@
 """The part of a table that one rank owns: by blocks of rows, or by keys inserted on first sight."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from trainer_client.embedding.routing.ownership import as_int64
@@ -38,11 +38,11 @@ class BlockTable(TablePart):
     """
 
     def __init__(self, table: RoutedTable, *, rank: int, world_size: int, device: torch.device) -> None:
-        super().__init__(table, rank=rank, world_size=world_size)
         block = table.rows_per_rank(world_size)
-        self.first = min(rank * block, table.num_embeddings)
-        self.rows = min(table.num_embeddings - self.first, block)
-        self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
+        first = min(rank * block, table.num_embeddings)
+        rows = min(table.num_embeddings - first, block)
+        super().__init__(table, rows, rank=rank, world_size=world_size, device=device)
+        self.first = first
         self.reset_parameters()
 
     @property
@@ -111,9 +111,7 @@ class KeyTable(TablePart):
     refuses = True  # when it is full
 
     def __init__(self, table: RoutedTable, *, rank: int, world_size: int, device: torch.device) -> None:
-        super().__init__(table, rank=rank, world_size=world_size)
-        self.rows = table.rows_per_rank(world_size)
-        self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
+        super().__init__(table, table.rows_per_rank(world_size), rank=rank, world_size=world_size, device=device)
         # As long as the table has rows from the start, so that copies and averages of a model can take them over.
         self.register_buffer("sorted_keys", torch.empty(self.rows, dtype=torch.int64, device=device))
         self.register_buffer("sorted_rows", torch.empty(self.rows, dtype=torch.int64, device=device))
