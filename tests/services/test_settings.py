@@ -147,6 +147,7 @@ def test_what_cannot_be_had_ends_the_start_in_a_sentence(tmp_path: Path) -> None
             ),
             ("balancer", ("--host", "0.0.0.0"), 2, "EVENKEEL_BALANCER_ALLOW_PLAINTEXT=true"),
             ("planner", ("--host", "0.0.0.0"), 2, "EVENKEEL_PLANNER_ALLOW_PLAINTEXT=true"),
+            ("planner", ("--workers", "-4"), 2, "--workers is '-4'"),
             ("planner", ("--token-file", "/no/tokens.yml"), 2, "token file /no/tokens.yml cannot be read"),
         ):
             done = zygote.run(f"services.{service}", "--port", "0", *flags, timeout=240)

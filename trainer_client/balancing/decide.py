@@ -155,9 +155,9 @@ def _check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None,
     """Checks that peers hold the same batches; `ranks` (ranks, peers) are the job's of those that do."""
     copies = contributions.copies
     facts = ("state", "num_samples", "schema", "copy")
-    if copies.shape[1] == 1 or all((copies[name] == copies[name][:, :1]).all() for name in facts):
-        return
     differs = np.any([copies[name] != copies[name][:, :1] for name in facts], axis=0)
+    if not differs.any():
+        return
     rank, peer = np.argwhere(differs)[0].tolist()
     first, second = (rank, f"{rank}.{peer}") if ranks is None else (ranks[rank, 0], ranks[rank, peer])
     leader, other = copies[rank, 0], copies[rank, peer]

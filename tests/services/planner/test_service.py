@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -392,38 +391,6 @@ def test_plans_are_counted_by_outcome_gap_and_binding_budget(service: Served, cl
     assert _metric(service, "evenkeel_planner_event_loop_lag_seconds_count", text) >= 0
 
 
-def test_flags_go_before_environment_before_file(tmp_path: Path) -> None:
-    from services.planner.settings import load_settings
-
-    file = tmp_path / "planner.yaml"
-    file.write_text("workers: 3\nqueue_size: 7\nmax_tables: 9\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EVENKEEL_PLANNER_QUEUE_SIZE", "8")
-        patch.setenv("EVENKEEL_PLANNER_WORKERS", "2")
-        settings = load_settings(["--config", str(file), "--workers", "1"])
-    assert (settings.workers, settings.queue_size, settings.max_tables, settings.port) == (1, 8, 9, 8080)
-    with pytest.raises(ValueError, match="no file"):
-        load_settings(["--config", str(tmp_path / "nothing.yaml")])
-
-
-def test_wrong_settings_end_the_process_with_their_name() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "services.planner"],
-        env={"EVENKEEL_PLANNER_PORT": "-4", "PATH": ""},
-        capture_output=True,
-        check=False,
-        timeout=60,
-    )
-    assert ended.returncode == 2
-    assert b"EVENKEEL_PLANNER_PORT is '-4'" in ended.stderr
-
-
-def test_it_stops_when_asked(tmp_path: Path) -> None:
-    with served(tmp_path) as running:
-        running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(20) == 0
-
-
 def test_the_committed_openapi_document_is_that_of_the_service() -> None:
     from services.planner.app import write_document as main
 
@@ -449,6 +416,8 @@ def test_a_plan_that_is_kept_is_given_again_by_another_service(tmp_path: Path) -
         again = httpx.post(f"{running.url}/v1/plans", json=later, timeout=60, trust_env=False).json()
         other = {**JOB, "hardware": "h100"}
         assert httpx.post(f"{running.url}/v1/plans", json=other, timeout=60, trust_env=False).status_code == 200
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 0
     first["plan"]["hbm"]["used_bytes"] += 1
     assert again == first
     assert len(list(folder.iterdir())) == 2
