@@ -126,6 +126,32 @@ def test_the_job_trains_through_tls(secured: Secured) -> None:
     assert planned(secured, "others") == 0
 
 
+def test_curl_gets_a_plan_with_a_token_only(secured: Secured) -> None:
+    trusted = ("--cacert", str(secured.files.ca))
+    code, text = secured.curl(*trusted, "https://localhost:8080/readyz")
+    assert (code, text.splitlines()[-1]) == (0, "200"), text
+    request = secured.folder / "request.json"
+    request.write_text(json.dumps(EXAMPLE))
+    post = ("-H", "Content-Type: application/json", "-d", f"@{request}", PLANS)
+    for name, status in (("others", "200"), ("team", "401"), (None, "401")):  # `team` is for the balancer alone
+        header = () if name is None else ("-H", f"Authorization: Bearer {secured.token(name)}")
+        code, text = secured.curl(*trusted, *header, *post)
+        assert (code, text.splitlines()[-1]) == (0, status), text
+    assert secured.curl(PLANS)[0] == 60  # an authority that curl does not know
+    assert secured.curl("http://localhost:8080/readyz")[0] in (52, 56, 1)  # no answer in plaintext
+
+
+def test_the_balancer_refuses_strangers(secured: Secured) -> None:
+    for ca, token, status in (
+        (secured.files.ca, None, grpc.StatusCode.UNAUTHENTICATED),
+        (secured.files.ca, "stranger-0123456789abcdef0123456789abcdef", grpc.StatusCode.UNAUTHENTICATED),
+        (None, None, grpc.StatusCode.UNAVAILABLE),
+    ):
+        with channel("127.0.0.1:50051", ca, token=token) as opened, pytest.raises(grpc.RpcError) as caught:
+            pb_grpc.BalancerServiceStub(opened).GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
+        assert caught.value.code() == status
+
+
 def test_renewal_needs_no_restart(secured: Secured) -> None:
     """Certificate, key and tokens are replaced by renaming, which a mounted file would not notice."""
 

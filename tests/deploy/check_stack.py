@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
+from tests.deploy.scripts import script
 from tests.deploy.stack import (
     BASE_IMAGE,
     OFFLINE,
@@ -82,6 +83,21 @@ def test_images_are_small_and_hold_no_torch(stack: Stack) -> None:
         unwanted = "import importlib.util as u; print([m for m in ('torch', 'pip') if u.find_spec(m)])"
         name = "balancer-1" if service == "balancer" else service
         assert stack.compose("exec", "-T", name, "python", "-c", unwanted) == "[]"
+
+
+@pytest.mark.parametrize("service", ["balancer", "planner"])
+def test_images_hold_what_is_pinned(stack: Stack, service: str) -> None:
+    """Which is what `make audit` writes bills of materials of."""
+    listing = (
+        "import importlib.metadata as m, json; print(json.dumps([[d.name, d.version] for d in m.distributions()]))"
+    )
+    name = "balancer-1" if service == "balancer" else service
+    installed = json.loads(stack.compose("exec", "-T", name, "python", "-c", listing))
+    check = script("check_sbom")
+    wanted, constraints = check.read_pins(ROOT / f"requirements/services-{service}.txt")
+    found = {check.canonical(name): version for name, version in installed}
+    assert found.keys() >= wanted.keys()
+    assert found.items() <= (constraints | wanted).items()
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -128,6 +128,8 @@ def test_dashboards_have_ids_of_their_own_and_their_links_lead_to_them() -> None
     links = {link.partition("?")[0] for link in json.dumps(boards).split("/d/")[1:]}
     assert len({board["uid"] for board in boards}) == len(boards)
     assert set() < links <= {board["uid"] for board in boards}
+    places = [panel["gridPos"] for board in boards for panel in board["panels"]]
+    assert max(place["x"] + place["w"] for place in places) <= 24
 
 
 @pytest.mark.parametrize("builder", ["deploy/grafana/build.py", "deploy/prometheus/build.py"])
