@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import balancer_of, cost_of, run_in_turn
+from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.batches import BatchError
@@ -77,6 +77,22 @@ def test_schemas_that_differ_are_an_error_on_all_ranks_that_shows_both() -> None
     assert [type(error) for error in refused] == [BatchError] * 2, refused
 
 
+def on_two_hosts(rank: int, address: str | None) -> list[int]:
+    import os
+
+    os.environ["EVENKEEL_NODE"] = f"host-{rank // 2}"
+    with balancer_of(address, "hosts") as balancer:
+        loader = BalancedLoader([make_batch(rank, 0, 8)], balancer, cost=cost_of, spec=SPEC)
+        ids = [sample for batch in loader for sample in batch["id"].tolist()]
+        check_served(loader, address)
+    return ids
+
+
+def test_hosts_are_known_to_the_partition(balancer: ServiceProcess) -> None:
+    served, embedded = run_in_turn(4, (on_two_hosts, balancer.address), (on_two_hosts, None))
+    assert served == embedded
+
+
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENKEEL_BALANCER", "nonsense")
     with pytest.raises(
@@ -126,6 +142,22 @@ def test_a_service_that_is_required_and_not_there_is_an_error_on_all_ranks_in_ti
     errors = run_ranks(2, without_a_service, check=False)
     assert [type(error) for error in errors] == [ServiceRequiredError] * 2, errors
     assert "127.0.0.1:9 does not serve" in str(errors[1])
+
+
+def submitted_to_a_device_that_is_not_there(_: int) -> int:
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader([torch.arange(4)] * 3, balancer, cost=lambda batch: batch)
+        list(loader)
+        stream = balancer.stream()
+        stream.begin(by_hand=True)
+        ticket = stream.submit_window([torch.arange(4)], cost=lambda batch: batch, device="cuda:99")
+        with pytest.raises(Exception, match=r"CUDA|device"):
+            stream.start(ticket, stream.directive(ticket), "cuda:99").wait()
+        return len(list(loader))
+
+
+def test_the_loop_after_one_whose_device_was_not_there_goes_on() -> None:
+    assert run_ranks(2, submitted_to_a_device_that_is_not_there) == [3, 3]
 
 
 def test_report_before_the_first_batch_tells_what_to_do() -> None:

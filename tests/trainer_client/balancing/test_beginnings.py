@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import (
     SPEC,
+    STEPS,
     Ledger,
     balancer_of,
     cost_of,
@@ -23,7 +25,7 @@ from tests.trainer_client.balancing.jobs import (
     source,
 )
 from trainer_client import BalancedLoader
-from trainer_client.balancing import kernels
+from trainer_client.balancing import ProgramOrderError, kernels
 
 
 class Gone:
@@ -77,6 +79,54 @@ def test_a_first_batch_that_fails_ends_the_loops_of_all_ranks(ranks_that_fail: t
             assert {"a first", "b first"}.isdisjoint(ledger)
         again = sorted(sample for ledger, _ in results for step in ledger["a again"] for sample in step)
         assert again == sorted(int(one) for rank in range(3) for batch in source(rank, 0) for one in batch["id"])
+
+
+def submit_ahead_of_the_end(rank: int, address: str) -> list[tuple[str, int]]:
+    """Submissions that run ahead of their end, and then a loop whose first round has the number of one of them."""
+    batches = source(rank, 0, 3)
+    told: list[tuple[str, int]] = []
+    with balancer_of(address, depth=1) as balancer:
+        for _ in range(2):
+            waiting = []
+            for step in range(STEPS):
+                batch = batches[step] if step < len(batches) else None
+                waiting.append((batch, balancer.submit(batch, cost=cost_of, spec=SPEC)))
+                if step >= 3:
+                    first, ticket = waiting.pop(0)
+                    if balancer.redistribute(first, ticket, spec=SPEC) is None:
+                        break
+                    told.append((ticket.report.mode.value, len(first["id"]) if first else 0))
+        loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)
+        told += [(loader.report.mode.value, len(batch["id"])) for batch in loader]
+    return told
+
+
+def test_what_is_submitted_after_the_end_costs_the_next_loop_no_answer(balancer: ServiceProcess) -> None:
+    for told in run_ranks(2, submit_ahead_of_the_end, balancer.address):
+        assert [mode for mode, _ in told] == ["service"] * 9
+
+
+def by_hand_after_an_iterator(rank: int, address: str | None) -> Any:
+    """An iterator that has read everything and is kept, then a loop by hand over the same stream."""
+    batches = source(rank, 0, 3)
+    trained: list[list[int]] = []
+    with balancer_of(address, depth=5) as balancer:
+        kept = iter(BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC))
+        next(kept)
+        for batch in [*source(rank, 1, 3), None]:
+            ticket = balancer.submit(batch, cost=cost_of, spec=SPEC)
+            moved = balancer.redistribute(batch, ticket, spec=SPEC)
+            trained += [] if moved is None else [moved["id"].tolist()]
+        with pytest.raises(ProgramOrderError, match="a newer loop over 'train' has begun"):
+            next(kept)
+    return trained
+
+
+def test_a_loop_by_hand_ends_an_iterator_that_is_kept(balancer: ServiceProcess) -> None:
+    for results in run_in_turn(2, *((by_hand_after_an_iterator, address) for address in (None, balancer.address))):
+        for step in range(3):
+            found = sorted(sample for trained in results for sample in trained[step])
+            assert found == sorted(int(one) for rank in range(2) for one in source(rank, 1, 3)[step]["id"])
 
 
 class TooLongError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -9,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from tests.trainer_client.balancing.jobs import SPEC, balancer_of, cost_of, make_batch, run_in_turn
-from trainer_client import BalancedLoader
+from trainer_client import BalancedLoader, Balancer
 
 
 def threads_left() -> list[str]:
@@ -55,3 +56,29 @@ def test_a_dropped_balancer_leaves_nothing_behind_and_its_successor_takes_its_pl
             assert leave or {len(loop) for loop in modes} == {6}
             assert len(set(pairs)) == 1
             assert left == []
+
+
+def ends_of(rank: int, error: bool) -> list[str]:
+    """Threads that are left where nobody looks for cycles: loops that end, by themselves or by an error of the data."""
+
+    def batches() -> Any:
+        for step in range(4):
+            if error and step == 2:
+                raise OSError("the data end here")
+            yield make_batch(rank, step, 5)
+
+    gc.collect()
+    gc.disable()
+    balancer = Balancer.embedded()
+    loader = BalancedLoader(batches(), balancer, cost=cost_of, spec=SPEC)
+    with contextlib.suppress(OSError):
+        for _ in loader:
+            pass
+    del balancer, loader
+    left = threads_left()
+    gc.enable()
+    return left
+
+
+def test_a_dropped_balancer_does_not_wait_for_the_collector_of_cycles() -> None:
+    assert run_in_turn(2, (ends_of, False), (ends_of, True)) == [[[], []]] * 2

@@ -2,6 +2,8 @@
 
 import gc
 import multiprocessing
+import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +52,43 @@ def test_four_forked_workers_and_three_epochs(balancer: ServiceProcess) -> None:
     results = run_ranks(2, iterate, balancer.address)
     for epoch in range(3):
         assert sorted(results[0][epoch] + results[1][epoch]) == list(range(2 * SAMPLES))
+
+
+FORKING = """
+import os, threading, time
+import trainer_client.balancing.asking
+import grpc
+from concurrent import futures
+
+class Echo(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.stream_stream_rpc_method_handler(lambda requests, context: requests)
+
+server = grpc.server(futures.ThreadPoolExecutor(4), handlers=[Echo()])
+channel = grpc.insecure_channel(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+server.start()
+
+def talk():
+    for _ in channel.stream_stream("/a/b")(iter(lambda: bytes(100), None)):
+        pass
+
+for _ in range(3):
+    threading.Thread(target=talk, daemon=True).start()
+time.sleep(0.5)
+for _ in range(40):
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print("forked", flush=True)
+os._exit(0)
+"""
+
+
+def test_grpc_takes_no_part_in_forks() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120, check=True)
+    assert "forked" in ran.stdout
+    assert "fork() handlers" not in ran.stderr, "gRPC's ran, which abort a child now and then"
 
 
 def _fork_after_a_stream_with_peers(rank: int) -> Any:

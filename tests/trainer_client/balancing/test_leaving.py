@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -304,6 +305,42 @@ def long_steps(rank: int) -> tuple[int, float]:
         started = time.monotonic()
         dist.barrier()
         return taken, time.monotonic() - started
+
+
+def meet_in_the_model(rank: int, fails: str, options: dict[str, Any]) -> tuple[list[int], str]:
+    """Loops whose ranks meet in each step, as in backward; data or cost fail on one rank in the first."""
+    steps, said = [], ""
+
+    def cost(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if fails == "cost" and rank == 1 and not steps and len(trained) > 1:
+            raise OSError("the disk is gone")
+        return cost_of(batch)
+
+    with balancer_of(None, **options) as balancer:
+        for loop in range(2):
+            trained: list[int] = []
+            batches: Any = source(rank, loop, STEPS)
+            fail = fails == "source" and rank == 1 and loop == 0
+            data = failing(batches, STEPS - 2) if fail else batches
+            try:
+                for batch in BalancedLoader(data, balancer, cost=cost, spec=SPEC):
+                    met = torch.tensor([1, len(batch["id"])])
+                    dist.all_reduce(met)
+                    assert met[0] == 3
+                    trained += batch["id"].tolist()
+            except OSError as error:
+                said = str(error)
+            steps.append(len(trained))
+    return steps, said
+
+
+def test_loops_end_at_one_step_where_the_data_of_a_rank_fails() -> None:
+    options: tuple[dict[str, int], ...] = ({}, {"window": 3}, {"depth": 5})
+    ways = itertools.product(("source", "cost"), options)
+    for results in run_in_turn(3, *((meet_in_the_model, fails, each) for fails, each in ways)):
+        assert [said for _, said in results] == ["", "the disk is gone", ""]
+        first, second = (sum(steps[loop] for steps, _ in results) for loop in range(2))
+        assert 0 < first < second
 
 
 def test_a_rank_that_has_left_holds_nobody_up_from_where_it_waits() -> None:

@@ -49,6 +49,14 @@ def test_no_data_at_all() -> None:
     assert run_ranks(2, run_job, Job(steps=(0, 0))) == [[], []]
 
 
+def test_a_service_that_is_never_there_costs_no_wait() -> None:
+    options = BalanceOptions(timeout=timedelta(seconds=0.5))
+    (results,) = run(Job(steps=(8, 8), address="127.0.0.1:9", name="nobody", options=options))
+    assert {record["mode"] for record in results[0]} == {"embedded"}
+    assert {record["reason"] for record in results[0]} <= {"no_answer", "not_asked"}
+    assert results[0][-1]["reason"] == "not_asked"
+
+
 def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCaptureFixture) -> None:
     batches = [{"id": torch.arange(count)} for count in (3, 9, 2)]
     with Balancer.embedded(options=BalanceOptions(memory_caps=[4.0])) as balancer:
@@ -64,6 +72,19 @@ def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCapture
 def test_one_rank_alone_needs_no_process_group() -> None:
     job = Job(steps=(3,))
     check_complete(job, [run_job(0, job)])
+
+
+def _rounds_without_samples(rank: int) -> list[tuple[int, ...]]:
+    batches = [{"id": torch.arange(size), "row": torch.ones(size, width)} for size, width in ((2, 1), (0, 2), (1, 3))]
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader(batches[: 3 - rank], balancer, cost=lambda batch: batch["id"])
+        return [tuple(batch["row"].shape) for batch in loader]
+
+
+def test_where_no_rank_has_samples_batches_are_as_loaded() -> None:
+    one, other = run_ranks(2, _rounds_without_samples)
+    assert one[1] == other[1] == (0, 2)
+    assert [shape[1] for shape in one] == [shape[1] for shape in other] == [1, 2, 3]
 
 
 class _Loader:
@@ -181,3 +202,20 @@ def _evaluates_alone(rank: int) -> str:
 def test_a_loop_that_one_rank_alone_begins_is_named() -> None:
     for said in run_ranks(2, _evaluates_alone):
         assert "did not begin this loop within BalanceOptions.group_timeout" in said
+
+
+def _loops_of_its_own(rank: int) -> str:
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch)
+        for _ in range(1 + rank):
+            try:
+                list(loader)
+            except RuntimeError as error:
+                return "".join(traceback.format_exception(error))
+    return ""  # and this rank's process ends
+
+
+def test_a_loop_that_another_rank_does_not_run_ends_with_an_error_that_says_so() -> None:
+    first, second = run_ranks(2, _loops_of_its_own)
+    assert first == ""
+    assert "did not begin this loop within BalanceOptions.group_timeout" in second

@@ -43,6 +43,40 @@ def test_lists_of_optional_values_travel_with_their_samples() -> None:
         assert trained == sorted(expected, key=lambda one: one[0])
 
 
+def named(*numbers: int) -> dict[str, Any]:
+    return {"id": ids(*numbers), "name": [f"u{number}" for number in numbers]}
+
+
+def train_empty(rank: int) -> list[list[tuple[int, str]]]:
+    with balancer_of(None, window=2) as balancer:
+        data = [named(), named(4, 5)] if rank == 0 else [named(1, 2), named(3)]
+        loader = BalancedLoader(data, balancer, cost=lambda batch: batch["id"] + 1)
+        return [list(zip(batch["id"].tolist(), batch["name"], strict=True)) for batch in loader]
+
+
+def by_hand(rank: int) -> list[list[tuple[int, str]]]:
+    """Also with an empty batch whose field is of another kind than the others' are."""
+    empty = named() | ({"name": ()} if rank else {"name": torch.zeros(0)})
+    source = [named(1, 2), empty, named(9)] if rank == 0 else [named(4, 5, 6, 7), named(7, 8), empty]
+    got = []
+    with balancer_of(None) as balancer:
+        submitted = [(batch, balancer.submit(batch, cost=lambda batch: batch["id"] + 1)) for batch in source[:1]]
+        for following in (*source[1:], *[None] * 8):
+            submitted.append((following, balancer.submit(following, cost=lambda batch: batch["id"] + 1)))
+            moved = balancer.redistribute(*submitted.pop(0))
+            if moved is None:
+                break
+            got.append(list(zip(moved["id"].tolist(), moved["name"], strict=True)))
+    return got
+
+
+def test_batches_without_samples_may_hold_lists() -> None:
+    for results, count in zip(run_in_turn(2, (train_empty,), (by_hand,)), (5, 9), strict=True):
+        trained = [one for batches in results for batch in batches for one in batch]
+        assert len(trained) == count
+        assert all(name == f"u{number}" for number, name in trained)
+
+
 def another_batch(rank: int) -> Any:
     """A rank redistributes what it has not submitted."""
     with balancer_of(None) as balancer:

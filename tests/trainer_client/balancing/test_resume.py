@@ -170,6 +170,27 @@ def test_set_epoch_and_a_loaded_state() -> None:
         assert train(again, 0) == epochs[0]
 
 
+@pytest.mark.parametrize("way", ["skip", "loader"])
+def test_an_epoch_that_is_over_is_not_trained_again_under_its_name(way: str) -> None:
+    def make(state: dict[str, Any] | None = None) -> BalancedLoader[Any]:
+        loader = BalancedLoader(LOADERS[way](Job(steps=(4,)), 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    loader = make()
+    loader.set_epoch(3)
+    states = [(loader.state_dict(), 3 - number) for number, _ in enumerate(loader)]
+    states.append((loader.state_dict(), 0))
+    assert states[-1][0]["finished"]
+    for state, left in states:
+        for epoch, expected in ((3, left), (4, 4)):
+            again = make(state)
+            again.set_epoch(epoch)
+            assert [len(list(again)) for _ in range(2)] == [expected, 4]
+    assert len(list(make(states[-1][0]))) == 4
+
+
 def refused(rank: int, job: Job, fault: str) -> str:
     """Stops after four batches, and goes on with states that do not fit; says what came of it on this rank."""
     with job.balancer() as balancer:
@@ -312,6 +333,20 @@ def test_a_shorter_loader_is_refused_and_a_random_order_warned_of(caplog: pytest
     assert "draws its order from torch's own generator" in caplog.text
 
 
+def test_a_pipeline_asks_for_the_state_of_batches_ago() -> None:
+    loader = alone()
+    states = [loader.state_dict()]
+    for _ in loader:
+        states.append(loader.state_dict())
+        for ahead in range(len(states)):
+            assert loader.state_dict(ahead=ahead)["batches"] == states[-1 - ahead]["batches"]
+    assert loader.state_dict()["finished"]
+    assert not loader.state_dict(ahead=1)["finished"]
+    assert loader.state_dict(ahead=1)["batches"] == 5
+    with pytest.raises(ValueError, match="ahead is 65; use 0 to 64"):
+        loader.state_dict(ahead=65)
+
+
 def go_on(
     rank: int, window: int, stop: int, states: list[dict[str, Any]] | None, workers: int = 0
 ) -> tuple[list[list[int]], dict[str, Any]]:
@@ -344,6 +379,30 @@ def test_another_number_of_ranks_trains_each_sample_once(window: int) -> None:
             trained[workers] += [sample for steps, _ in results for step in steps for sample in step]
             states[workers] = [results[-1][1]]  # between two windows that of any rank will do
     assert sorted(trained[0]) == sorted(trained[2]) == list(range(101))
+
+
+class Dealt(Stateful):
+    """A loader with a state of its own, which can go on from those of all ranks of another job."""
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        self.held = {"read": max(state["read"] for state in states), "finished": False}
+
+
+def test_states_that_were_dealt_out_are_dealt_out_again_where_nothing_was_read_since() -> None:
+    def alone_over(state: Any = None) -> BalancedLoader[Any]:
+        loader = BalancedLoader(Dealt(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    job = Job(steps=(6,))
+    first = alone_over()
+    for _ in zip(range(3), first, strict=False):
+        pass
+    states = [{**first.state_dict(), "rank": rank, "world_size": 2} for rank in (0, 1)]
+    again = alone_over(states).state_dict()  # of a job that ends before its first batch
+    ids = [batch["id"].tolist() for batch in alone_over(json.loads(json.dumps(again)))]
+    assert ids == [batch["id"].tolist() for batch in list(job.batches(0))[3:]]
 
 
 @pytest.mark.parametrize("world_sizes", [(2, 1), (1, 2), (2, 3)])

@@ -172,6 +172,18 @@ def test_drop_last_drops_batches_with_fewer_samples_than_ranks(how: str, small: 
     assert sum(dropped for _, dropped, _ in results) == 4
 
 
+def ends(rank: int) -> tuple[list[int], int]:
+    """Rank 0 has more batches than the others, which are too small for two ranks by themselves."""
+    batches = [{"id": torch.arange(2 if step < 2 else 1)} for step in range(8 if rank == 0 else 2)]
+    with balancer_of(None, "ends") as balancer:
+        loader = BalancedLoader(batches, balancer, cost=lambda batch: batch["id"] + 1, drop_last=True)
+        return [len(batch["id"]) for batch in loader], loader.counters.dropped_samples
+
+
+def test_drop_last_ends_the_loops_of_all_ranks_where_one_rank_s_data_has_ended() -> None:
+    assert run_ranks(2, ends) == [([2, 2], 2), ([2, 2], 0)]
+
+
 def weights(rank: int) -> tuple[list[float], list[str]]:
     said = logged()
     with balancer_of("off", "weights") as balancer:
@@ -187,6 +199,16 @@ def test_a_mean_over_no_samples_is_warned_of_once() -> None:
     assert not said
     assert len(warned) == 1
     assert "a mean over none is NaN" in warned[0]
+
+
+def one_rank(rank: int) -> list[int]:
+    batches = [{"id": torch.arange(size)} for size in (4, 2, 4, 1)]
+    with balancer_of(None, "one", min_samples=3) as balancer:
+        return [len(batch["id"]) for batch in BalancedLoader(batches, balancer, cost=lambda b: b["id"], drop_last=True)]
+
+
+def test_drop_last_on_one_rank() -> None:
+    assert one_rank(0) == [4, 4]
 
 
 def _many_dropped_in_a_row(rank: int) -> list[list[int]]:

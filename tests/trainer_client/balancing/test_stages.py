@@ -18,7 +18,7 @@ from trainer_client.balancing.contribution import Contribution, Contributions, E
 from trainer_client.balancing.directive import Directive, read_directive
 from trainer_client.balancing.lead import Lead, Planning, Round, Stage
 from trainer_client.balancing.options import StreamConfig
-from trainer_client.balancing.report import Mode
+from trainer_client.balancing.report import Mode, Reason
 from trainer_client.balancing.stages import make_lead
 
 TEMPLATE = flatten({"id": torch.arange(2)}).empty()
@@ -78,6 +78,23 @@ def test_without_any_one_stage_the_others_go_on() -> None:
             for one in directives(part, number, seconds=0.1):
                 assert one.decision.mode is Mode.EMBEDDED
                 assert one.moves
+
+
+def test_a_slow_rank_gets_less_where_steps_are_measured() -> None:
+    one = lead(move_price=0.0, counts="free")
+    for number in range(60):
+        directed = directives(one, number, seconds=0.1)
+    loads = [each.reports[0].own_load for each in directed]
+    assert loads[0] >= loads[2]
+    assert directed[0].reports[0].learned
+
+
+def test_a_plan_that_cannot_be_made_leaves_samples_at_home_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    (first, *_) = directives(lead(memory_caps=[1.0] * RANKS))
+    assert (first.decision.mode, first.decision.reason) == (Mode.IDENTITY, Reason.PARTITION_FAILED)
+    assert first.reports[0].own_load == first.reports[0].home_load == 400
+    assert first.reports[0].imbalance == pytest.approx(400 / 136)
+    assert "stays unbalanced (1 so far)" in caplog.text
 
 
 def test_what_changes_in_a_round_that_does_not_take_place_is_heard_in_the_next() -> None:

@@ -54,7 +54,8 @@ print("said", json.dumps(said), sep="\\n")
     ("missing", "commands"),
     [
         ("torch", {"checkpoint inspect .": True, "calibrate": True, "plan none.json": False}),
-        ("grpc", {"doctor --balancer 127.0.0.1:1": True, "top 127.0.0.1:1 --count 1": False}),
+        ("grpc", {"doctor --balancer 127.0.0.1:1": True, "top 127.0.0.1:1 --count 1": False, "calibrate --raw": False,
+                  "checkpoint inspect .": False}),
     ],
 )  # fmt: skip
 def test_what_a_command_needs_is_said_and_nothing_else_is_needed(missing: str, commands: dict[str, bool]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.references.dynamicemb_steps import MEASURED, ROWS
-from evenkeel.placement import Runtime, builtin_profile
+from evenkeel.placement import Mode, Optimizer, Runtime, Table, builtin_profile
 from evenkeel.placement.calibration import calibrated_profile, fit_runtime, measured_steps
 from evenkeel.placement.hardware import parse_profile
+from evenkeel.placement.storage import torchrec_footprint
 from tests.trainer_client.cli.conftest import Run
+from trainer_client.planning.measuring import measure
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 RAW = RESULTS / "calibration_h200.json"
@@ -29,11 +32,28 @@ def test_this_machine_is_measured_and_its_profile_written(run: Run, tmp_path: Pa
     assert profile.runtimes == builtin_profile("h200").runtimes
 
 
+def test_measuring_says_what_it_measures() -> None:
+    said: list[str] = []
+    assert measure("cpu", table_bytes=1 << 20, gathered_rows=256, repeats=2, progress=said.append)["kernels"] == {}
+    assert any("gathers" in what for what in said)
+
+
 def test_fbgemms_measured_steps_are_fitted_within_a_tenth() -> None:
     _, fitted = fit_runtime(builtin_profile("h200"), Runtime.TORCHREC, measured_steps(VALUES["kernels"]["torchrec"]))
     assert {step.mode.value for step, _ in fitted} == {"HBM_ONLY", "CACHING", "HOST_ONLY"}
     for step, predicted in fitted:
         assert predicted == pytest.approx(step.seconds, rel=0.1)
+
+
+def test_predicted_bytes_are_what_fbgemm_allocated() -> None:
+    for record in VALUES["kernels"]["torchrec"]:
+        table = Table(name="t", rows=record["rows"], dim=record["dim"], optimizer=Optimizer(record["optimizer"]))
+        ratio = np.array([record["ratio"]])
+        footprint = torchrec_footprint(table, Mode(record["mode"]), ratio, table.rows, table.dim, training=True)
+        predicted = record["tables"] * int(footprint.hbm[0])
+        # A kernel has few allocations, each of which may be up to a MiB larger than what was asked for.
+        assert record["table_bytes"] <= predicted + (4 << 20)
+        assert predicted <= 1.1 * record["table_bytes"] + (8 << 20)
 
 
 def test_dynamicemb_steps_of_ones_own_are_fitted(run: Run, tmp_path: Path) -> None:

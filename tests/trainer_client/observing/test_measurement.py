@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client.observing import measurement
-from trainer_client.observing.measurement import Mark, StepTimer, gather_breakdown
+from trainer_client.observing.measurement import Breakdown, Mark, StepTimer, gather_breakdown
 
 SLOW = 0.08
 
@@ -92,6 +92,15 @@ def test_the_last_of_several_backward_passes_ends_compute() -> None:
         timer.gradients_ready()
         timer.end_step()
     assert all(step.compute >= 1e3 * SLOW for step in timer.finished())
+
+
+def test_the_phases_of_known_times() -> None:
+    # (ranks, steps, phases): rank 0 computes 30 ms and waits for rank 1, which computes 50.
+    breakdown = Breakdown.of(np.array([[[1.0, 30.0, 25.0, 2.0]], [[1.0, 50.0, 5.0, 2.0]]]))
+    assert breakdown.waiting.tolist() == [[20.0, 0.0]]
+    assert breakdown.communication.tolist() == [[5.0, 5.0]]
+    assert breakdown.step.tolist() == [58.0]
+    assert breakdown.compute_imbalance.tolist() == [1.25]
 
 
 class Noting:
@@ -235,3 +244,12 @@ def test_what_a_loop_does_between_its_steps_is_no_delay_of_the_batch() -> None:
     timer.compute_done()
     timer.end_step()
     assert loader.loops[-1] == 0
+
+
+def test_a_timer_that_tells_a_loader_does_not_hoard_steps() -> None:
+    timer = StepTimer("cpu", loader=Noting())
+    for _ in range(5000):
+        timer.end_step()
+    assert len(timer.finished()) <= 4096
+    with pytest.raises(ValueError, match="ahead is -1"):
+        StepTimer("cpu", ahead=-1)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +50,13 @@ def test_keys_of_all_features_of_a_table_are_followed(kind: torch.dtype) -> None
         assert np.bincount(trace.step).tolist() == [len(np.unique(keys)) for keys in own]
         assert trace.times.sum() == trace.lookups
         assert len(np.unique(trace.key)) == len(np.unique(np.concatenate(own)))
+
+
+def test_two_batches_of_a_step_are_one_step() -> None:
+    statistics = KeyStatistics({"item": ["clicked"]})
+    for seed in range(9):
+        statistics.observe(_batch(seed), _batch(seed + 100))
+    assert statistics.traces()["item"].steps == 9
 
 
 def test_tables_whose_features_no_batch_has_are_left_out() -> None:
@@ -147,6 +156,33 @@ def test_a_batch_that_cannot_be_read_is_told() -> None:
     statistics.observe(short)
     with pytest.raises(RuntimeError, match="could not be read"):
         statistics.traces()
+
+
+def test_a_reader_that_is_stuck_does_not_keep_the_job_from_ending() -> None:
+    program = """
+import threading
+from tests.trainer_client.planning.test_statistics import _batch
+from trainer_client.planning import KeyStatistics, statistics
+
+class Stuck(list):
+    def __iter__(self):
+        reached.set()
+        threading.Event().wait()
+
+reached = threading.Event()
+batch = _batch(0)
+batch.keys = lambda: Stuck(["clicked"])
+seen = KeyStatistics({"item": ["clicked"]})
+seen.observe(batch)
+assert reached.wait(60)
+statistics._PATIENCE = 0.1
+try:
+    seen.traces()
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "key statistics: no batch was read for 0.1 s\n"
 
 
 def test_a_model_without_tables_is_refused() -> None:

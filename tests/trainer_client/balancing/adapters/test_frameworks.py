@@ -140,6 +140,29 @@ def test_lightning_evaluates_with_the_loader() -> None:
     assert found == {name: list(range(SAMPLES)) for name in ("validate", "test", "predict")}
 
 
+def evaluated(rank: int, world_size: int) -> list[int]:
+    """Of a last batch that only some ranks have a sample of."""
+    from lightning import pytorch
+
+    launched(rank, world_size)
+    seen: list[int] = []
+
+    class Module(pytorch.LightningModule):
+        def validation_step(self, batch: Any, _: int) -> None:
+            seen.extend(batch.tolist())
+
+    trainer = pytorch.Trainer(
+        accelerator="cpu", strategy="ddp", devices=world_size, logger=False, enable_progress_bar=False
+    )
+    trainer.validate(Module(), balanced(plain()), verbose=False)
+    return seen
+
+
+def test_lightning_evaluates_each_sample_where_ranks_have_different_numbers_of_batches() -> None:
+    seen = run_ranks(2, evaluated, 2)
+    assert sorted(one for rank in seen for one in rank) == list(range(SAMPLES))
+
+
 def test_distributed_checkpoint_keeps_and_loads_the_state_of_the_job(tmp_path: Path) -> None:
     loader = balanced(plain())
     for _, _ in zip(range(2), loader, strict=False):

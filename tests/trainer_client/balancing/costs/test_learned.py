@@ -20,6 +20,7 @@ from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.batches import BatchError, flatten
 from trainer_client.balancing.costs import FitOptions, HSTUCost, LearnedCost, SequenceTerms, TokenCost, make_cost
 from trainer_client.balancing.costs.fitting import Fit
+from trainer_client.observing.measurement import StepTimer
 
 TERMS = SequenceTerms(history=("num_history", "num_history"), candidates="num_candidates", context=2)
 PRIOR = HSTUCost(num_layers=1, width=1024, num_heads=4, head_dim=256, history=("num_history", "num_history"))
@@ -154,6 +155,23 @@ def test_the_cost_is_the_prior_until_it_follows_a_fit() -> None:
     named = make_cost("learned", history="num_history", every=7)
     assert isinstance(named, LearnedCost)
     assert named.options.every == 7
+
+
+def test_a_timer_tells_what_each_batch_held() -> None:
+    terms, batches = SequenceTerms(history="length"), list(itertools.islice(batches_of(0), 20))
+    loader: BalancedLoader[Any] = BalancedLoader(batches, Balancer.off(), cost=LearnedCost(terms))
+    timer = StepTimer("cpu", loader=loader)
+    for number, _ in enumerate(loader):
+        if number % 2:  # two batches make a step
+            timer.compute_done()
+            timer.end_step()
+        else:
+            timer.batch_ready()
+    rows = loader._stream.measured.take_rows()
+    assert rows is not None
+    sums = np.array([terms(batch).sum(0).numpy() for batch in batches])
+    np.testing.assert_allclose(rows[:, :-1], sums.reshape(10, 2, 3).sum(1))
+    assert np.all(rows[:, -1] > 0)
 
 
 @pytest.mark.parametrize(

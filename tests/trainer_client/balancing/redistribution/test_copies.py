@@ -46,6 +46,19 @@ def test_a_batch_on_several_devices_is_refused() -> None:
         pick([spread, spread], [np.array([0]), np.array([1])])
 
 
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=20), seed=st.integers(0, 99), most=st.integers(1, 200))
+def test_pieces_are_as_few_as_neighbours_and_their_size_allow(lengths: list[int], seed: int, most: int) -> None:
+    rng, table = np.random.default_rng(seed), np.array(lengths, np.int64)[:, None]
+    chosen = np.flatnonzero(rng.random(len(lengths)) < 0.7)
+    copies = describe_samples([Samples((), table, table.sum(0), chosen)], FOUR_BYTES, NOWHERE, NOWHERE[0], most)
+    whole = [table[run].sum() for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)]
+    units = copies.pieces[: copies.item_begin[0, -1], 2]
+    assert (units <= max(most // 4, 1)).all()
+    assert units.sum() == table[chosen].sum()
+    assert len(units) <= sum(-(-int(run) // max(most // 4, 1)) for run in whole)
+
+
 @pytest.mark.parametrize(
     ("counts", "totals", "destinations", "words"),
     [

@@ -127,6 +127,23 @@ def test_what_ranks_save_any_ranks_load_under_any_routing(
     assert_same_rows(after, before)
 
 
+def test_training_resumes_bitwise_under_another_mode(tmp_path: Path) -> None:
+    first = RoutedEmbeddingCollection(make_tables("continuous", "roundrobin"))
+    adam = torch.optim.Adam(first.parameters())
+    train(first, adam, 3)
+    save(first, tmp_path / "saved", optimizer=adam)
+    second = RoutedEmbeddingCollection(make_tables("roundrobin", hash_roundrobin(9)))
+    resumed = torch.optim.Adam(second.parameters())
+    assert load(second, tmp_path / "saved", optimizer=resumed) == {
+        "users": 70,
+        "items": first.tables["items"].held_keys().numel(),
+    }
+    for table in ("users", "items"):
+        keys = first.tables[table].held_keys()
+        assert torch.equal(second.tables[table](keys), first.tables[table](keys))
+    assert train(first, adam, 2) == pytest.approx(train(second, resumed, 2), rel=1e-6)
+
+
 def test_without_conversion_another_routing_is_refused_with_both_named(tmp_path: Path) -> None:
     save(RoutedEmbeddingCollection(make_tables("continuous", "roundrobin")), tmp_path / "saved")
     other = RoutedEmbeddingCollection(make_tables("continuous", hash_roundrobin(2)))
