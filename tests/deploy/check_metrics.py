@@ -13,6 +13,7 @@ from benchmarks.harness.ranks import run_ranks
 from tests.services.balancer.jobs import RunningJob
 from tests.services.planner.serving import served
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
+from tests.waiting import until
 from trainer_client import BalancedLoader
 from trainer_client.observing.metrics import RankExporter
 
@@ -45,6 +46,8 @@ def test_balancer(tmp_path: Path) -> None:
 def test_planner(tmp_path: Path) -> None:
     with served(tmp_path) as planner:
         scrape(f"{planner.url}/healthz")
+        # A request is counted once its answer has gone out.
+        until(lambda: "\nevenkeel_planner_requests_total{" in scrape(f"{planner.metrics_url}/metrics"))
         text = scrape(f"{planner.metrics_url}/metrics")
     check(
         text, "evenkeel_planner_requests_total", "evenkeel_build_info", "evenkeel_planner_infeasible_plans_total",

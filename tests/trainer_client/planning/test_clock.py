@@ -14,12 +14,12 @@ from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
-from evenkeel.placement.plan_file import MeasuredPlan, loads
+from evenkeel.placement.plan_file import MeasuredPlan, correction_factors, loads
 from evenkeel.placement.request import with_time
 from evenkeel.plan_requests import unpacked, with_measured
 from tests.trainer_client.planning.test_model import Model, batches, keys_of
 from trainer_client.planning import load_sharding_plan, plan_model
-from trainer_client.planning.clock import contenders
+from trainer_client.planning.clock import DenseWork, Trial, contenders, drawn_batches, run_race
 
 CPU = torch.device("cpu")
 WORKSPACE = 2 << 30
@@ -121,3 +121,63 @@ def test_a_plan_file_corrects_the_profile_that_it_was_planned_with() -> None:
     before, after = (each.profile.costs(Runtime.TORCHREC) for each in (request, corrected))
     assert 2 < after.host_factor / before.host_factor <= 3
     assert after.miss_factor == before.miss_factor
+
+
+def _race(rank: int) -> tuple[MeasuredPlan, ...]:
+    request = _request(ranks=2, dense_ms=1.0)
+    first = plan(request)
+    plans = {name: made for name, made in contenders(request, first).items() if name in ("plan", "all cached alike")}
+    drawn = drawn_batches(request, 8, seed=rank)
+    quickest, measured = run_race(request, plans, drawn, CPU, seconds=0.3)
+    (chosen,) = (one for one in measured if one.chosen)
+    assert quickest is plans[chosen.name]
+    trial = Trial(request, quickest, drawn, CPU, dense=DenseWork(0.0, CPU))
+    before = [parameter.detach().clone() for parameter in trial.parallel.parameters()]
+    trial.run(0.0, most=1)
+    after = list(trial.parallel.parameters())
+    assert not all(torch.equal(old, new) for old, new in zip(before, after, strict=True)), "steps train the tables"
+    trial.block()
+    timing = trial.timing()
+    assert timing.kernels_s is None
+    assert 0 < timing.host_s < 10
+    assert 0 < timing.step_s < 10
+    return measured
+
+
+def test_ranks_run_plans_in_turns_and_agree_on_the_quickest() -> None:
+    first, second = run_ranks(2, _race)
+    assert first == second
+    assert [one.name for one in first] == ["plan", "all cached alike"]
+    least = min(one.step_s for one in first)
+    assert next(one.step_s for one in first if one.chosen) <= 1.01 * least
+    assert all(one.step_s >= 1e-3 for one in first), "beside a millisecond of other work"
+
+
+def test_keys_are_those_that_were_traced() -> None:
+    request = _request()
+    few = {"t0": replace(request.tables[0], rows=10)}
+    small = replace(request, tables=(few["t0"], *request.tables[1:]))
+    for batch in drawn_batches(small, 3, seed=5):
+        for table in small.tables:
+            values, lengths = batch[table.name]
+            assert len(values) == int(lengths.sum()) == 96
+            assert len(lengths) == 32 * table.features
+            assert 0 <= int(values.min()) <= int(values.max()) < table.rows
+
+
+@pytest.mark.parametrize("factors", [{"HBM_ONLY": 2.0, "CACHING": 0.5}, {"HBM_ONLY": 1.0, "CACHING": 3.0}])
+def test_measured_plans_correct_each_mode_towards_what_they_took(factors: dict[str, float]) -> None:
+    mixes = [{"HBM_ONLY": 1e-3}, {"CACHING": 2e-3}, {"HBM_ONLY": 5e-4, "CACHING": 1e-3}]
+    measured = [
+        MeasuredPlan(
+            name=str(index),
+            step_s=1.0,
+            kernels_s=sum(seconds * factors[mode] for mode, seconds in parts.items()),
+            predicted=parts,
+        )
+        for index, parts in enumerate(mixes)
+    ]
+    found = correction_factors(measured)
+    for mode, factor in factors.items():
+        assert found[mode] == pytest.approx(factor, rel=0.1)
+    assert correction_factors([]) == {}

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -82,3 +85,20 @@ def _run(rank: int, folder: Path) -> None:
 
 def test_thirds_and_narrow_parts_train_by_their_plan(tmp_path: Path) -> None:
     run_ranks(3, _run, tmp_path)
+
+
+@pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
+def test_fbgemm_takes_every_multiple_of_four_and_nothing_else(precision: SparseType) -> None:
+    def make(dim: int) -> Any:
+        return SplitTableBatchedEmbeddingBagsCodegen(
+            [(10, dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)],
+            weights_precision=precision,
+            cache_precision=precision,
+            device=torch.device("meta"),
+        )
+
+    for dim in range(4, 132, 4):
+        make(dim)
+    for dim in (2, 6, 30, 102):
+        with pytest.raises(AssertionError, match="multiple of 4"):
+            make(dim)

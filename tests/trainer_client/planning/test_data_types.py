@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Topology, plan
+from evenkeel.placement.options import rank_load
 from evenkeel.placement.storage import torchrec_footprint
 from trainer_client.planning import describe_model, plan_model, sharding_plan
 
@@ -211,3 +212,28 @@ def test_managed_collisions_are_sharded_with_their_rows(tmp_path: Path) -> None:
 
 def test_learned_weights_keep_their_gradients(tmp_path: Path) -> None:
     run_ranks(2, _run_learned_weights, tmp_path)
+
+
+def test_dynamicemb_has_bfloat16() -> None:
+    (table,) = _request(_bags(DataType.BF16), Runtime.DYNAMICEMB, eviction="lfu").tables
+    assert (table.data_type.value, table.value_bytes) == ("bfloat16", 2)
+
+
+def test_rows_of_every_type_leave_the_table_as_float32() -> None:
+    whole, half = (_request(_bags(kind)) for kind in (DataType.FP32, DataType.FP16))
+    found = [rank_load(request, request.tables[0]) for request in (whole, half)]
+    assert [load.embedding_bytes for load in found] == [DIM * 4, DIM * 2]
+    assert {load.output_bytes for load in found} == {DIM * 4}
+
+
+def test_weights_of_lookups_travel_and_their_gradients_read_every_row_again() -> None:
+    plain, weighted = (_request(_bags(weighted=each)) for each in (False, True))
+    assert weighted.tables[0].weighted
+    found = [rank_load(request, request.tables[0]) for request in (plain, weighted)]
+    assert [load.key_bytes for load in found] == [8, 12]
+    assert [load.backward_rows for load in found] == [0.0, found[0].forward_rows]
+    slow, fast = plan(weighted), plan(plain)
+    assert slow.seconds is not None
+    assert fast.seconds is not None
+    assert slow.seconds > fast.seconds
+    assert slow.hbm.used_bytes > fast.hbm.used_bytes

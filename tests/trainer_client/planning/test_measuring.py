@@ -13,7 +13,7 @@ from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import Mode, Optimizer, Sharding
 from evenkeel.placement.calibration import measured_samples
 from evenkeel.placement.whole_step import StepSample, TablePart
-from trainer_client.planning.measuring import measure_on_ranks, measure_steps
+from trainer_client.planning.measuring import KERNELS, STEPS, measure_on_ranks, measure_steps, scaled
 
 MIXED = StepSample(
     name="mixed",
@@ -49,3 +49,19 @@ def test_ranks_that_fail_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(RuntimeError, match=r"failed on 2 ranks \(exit 3\): no GPU is free"):
         measure_on_ranks(2, "cuda", limit_s=60)
+
+
+def test_what_is_measured_tells_the_parts_of_a_step_apart() -> None:
+    tables = [sum(part.count for part in sample.parts) for sample in STEPS]
+    assert min(tables) <= 4
+    assert max(tables) > 50
+    assert {len({(p.pooled, p.sharding) for p in sample.parts}) for sample in STEPS} == {1, 2, 3}
+    assert {part.mode for sample in KERNELS for part in sample.parts} == {Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY}
+    assert all(len(sample.parts) == 1 for sample in KERNELS), "their time is that of one mode"
+
+
+def test_samples_are_made_smaller_to_try_the_way() -> None:
+    small = scaled(STEPS, 0.001)
+    assert [sample.name for sample in small] == [sample.name for sample in STEPS]
+    assert all(part.rows <= 4096 for sample in small for part in sample.parts)
+    assert scaled(STEPS, 1.0) == list(STEPS)

@@ -248,3 +248,10 @@ def test_blocks_of_sequences_that_torchrec_cannot_exchange_are_refused() -> None
         parameter_constraints(mixed, plan(mixed))
     even = replace(request, tables=(tables[0], replace(tables[1], column_shards=2)))
     assert parameter_constraints(even, plan(even))["table_1"].min_partition == 16
+
+
+def test_the_instances_cover_what_plans_can_say() -> None:
+    placed = [p for seed in range(6) for p in plan(_request(seed, scale=1000)).placements]
+    assert {p.sharding for p in placed} == set(Sharding)
+    assert {p.mode for p in placed} == {Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY}
+    assert len({p.ratio for p in placed}) > 4

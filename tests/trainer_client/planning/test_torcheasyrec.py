@@ -177,3 +177,16 @@ def test_the_page_says_what_works(tzrec: Any) -> None:
 
     exec(cost, {"HSTUCost": HSTUCost, "balance_training": balance_training})
     assert isinstance(sys.modules["tzrec.main"], ModuleType)
+
+
+def test_on_cpus_there_is_one_memory() -> None:
+    request, plan = planned(Runtime.TORCHREC)
+    planner, model = make_planner(device="cpu"), make_model()
+    apply_plan(planner, model, request, plan)
+    constraints = planner._enumerator._fqn_constraints
+    assert set(constraints) == PLACES
+    assert all(
+        each.compute_kernels is each.sharding_types is each.cache_params is None for each in constraints.values()
+    )
+    chosen = planner.plan(model, [EmbeddingBagCollectionSharder()]).plan["model.group.ebc"]
+    assert {each.compute_kernel for each in chosen.values()} == {"fused"}

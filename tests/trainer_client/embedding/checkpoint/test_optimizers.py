@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainer_client.embedding.keys import batch_of
-from trainer_client.embedding.checkpoint import CheckpointError, load, open_checkpoint, save
+from trainer_client.embedding.checkpoint import CheckpointError, convert, load, open_checkpoint, save
 from trainer_client.embedding.checkpoint.dcp import RECORD
 from trainer_client.embedding.checkpoint.record import from_json, to_json
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
@@ -178,3 +178,15 @@ def test_records_of_the_first_version_are_read(tmp_path: Path) -> None:
     document["format_version"] = 3
     with pytest.raises(CheckpointError, match="format version 3; this release reads 1 to 2"):
         from_json(json.dumps(document), where=RECORD)
+
+
+def test_state_comes_back_from_a_dump_as_it_went(tmp_path: Path) -> None:
+    first, second = make(), make()
+    adagrad = [torch.optim.Adagrad(c.parameters(), lr=0.1, initial_accumulator_value=0.5) for c in (first, second)]
+    step(first, [adagrad[0]], torch.arange(5))
+    save(first, tmp_path / "saved", optimizer=adagrad[0])
+    convert(open_checkpoint(tmp_path / "saved"), tmp_path / "dump", world_size=1, target_format="dynamicemb")
+    load(second, tmp_path / "dump", optimizer=adagrad[1])
+    for collection, optimizer in zip((first, second), adagrad, strict=True):
+        step(collection, [optimizer], torch.arange(3, 9))
+    assert torch.equal(weight(second), weight(first))

@@ -238,3 +238,11 @@ def test_what_one_rank_refuses_is_raised_on_all_ranks_in_the_same_step(two: OnRa
     for text, words, rank in zip(first, expected, (1, 1, 1, None, 0, 1), strict=True):
         assert words in text
         assert text.startswith("rank " if rank is None else f"rank {rank}: "), text
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_keys_of_any_integer_dtype(dtype: torch.dtype, deduplicate: bool) -> None:
+    collection = RoutedEmbeddingCollection([TABLE], deduplicate=deduplicate)
+    keys = torch.tensor([3, 4, 3, 9])
+    assert torch.equal(look_up(collection, f=keys.to(dtype)), look_up(collection, f=keys))

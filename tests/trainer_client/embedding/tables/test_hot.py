@@ -1,5 +1,6 @@
 """Collections with hot rows beside the same without, on real Gloo ranks."""
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,42 @@ def test_what_one_rank_refuses_is_raised_on_all(two: OnRanks) -> None:
     )
     for error, part in zip(first, parts, strict=True):
         assert error.startswith(part)
+
+
+def bring_back(_: int) -> list[int]:
+    """Rows that ranks hold after a state dict of before the hot rows' first lookup was loaded, and a lookup."""
+    collection = RoutedEmbeddingCollection([TABLE])
+    look_up(collection, f=[1])
+    before = copy.deepcopy(collection.state_dict())
+    collection.hold_hot_rows({"t": torch.tensor([4, 5])})
+    for _ in range(2):
+        look_up(collection, f=[4, 5])
+    collection.load_state_dict(before)
+    other = copy.deepcopy(collection)
+    assert torch.equal(look_up(collection, f=[4]), look_up(other, f=[4]))
+    return [each.tables["t"].used for each in (collection, other)]
+
+
+def test_keys_that_a_state_dict_lacks_take_no_row_before_they_are_looked_up(two: OnRanks) -> None:
+    assert two(bring_back) == [[1, 1], [1, 1]]
+
+
+def load_elsewhere(rank: int) -> list[list[float]]:
+    """Lookups beside a table without features, after a state without the collection's rows came to one rank."""
+    unused = RoutedTable(name="a", embedding_dim=2, features=(), num_embeddings=40, routing="continuous")
+    collection = RoutedEmbeddingCollection([unused, TABLE], deduplicate=False)
+    model = torch.nn.ModuleDict({"tables": collection, "dense": torch.nn.Linear(2, 2)})
+    plain = look_up(collection, f=[0, 1, 5]).tolist()
+    collection.hold_hot_rows({"a": torch.arange(7), "t": torch.tensor([0, 1, 5])})
+    for _ in range(3):
+        assert look_up(collection, f=[0, 1, 5]).tolist() == plain
+    if rank == 0:
+        model.load_state_dict({"dense.bias": torch.zeros(2)}, strict=False)
+    result: list[list[float]] = look_up(collection, f=[0, 1, 5]).tolist()
+    assert result == plain
+    return result
+
+
+def test_a_state_without_rows_and_a_table_without_features_change_nothing(two: OnRanks) -> None:
+    first, second = two(load_elsewhere)
+    assert first == second
