@@ -188,37 +188,3 @@ except RuntimeError as error:
 def test_a_model_without_tables_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="before it is sharded"):
         KeyStatistics(torch.nn.Linear(2, 2))
-
-
-def test_two_batches_of_a_step_are_one_step() -> None:
-    statistics = KeyStatistics({"item": ["clicked"]})
-    for seed in range(9):
-        statistics.observe(_batch(seed), _batch(seed + 100))
-    assert statistics.traces()["item"].steps == 9
-
-
-def test_a_reader_that_is_stuck_does_not_keep_the_job_from_ending() -> None:
-    program = """
-import threading
-from tests.trainer_client.planning.test_statistics import _batch
-from trainer_client.planning import KeyStatistics, statistics
-
-class Stuck(list):
-    def __iter__(self):
-        reached.set()
-        threading.Event().wait()
-
-reached = threading.Event()
-batch = _batch(0)
-batch.keys = lambda: Stuck(["clicked"])
-seen = KeyStatistics({"item": ["clicked"]})
-seen.observe(batch)
-assert reached.wait(60)
-statistics._PATIENCE = 0.1
-try:
-    seen.traces()
-except RuntimeError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "key statistics: no batch was read for 0.1 s\n"

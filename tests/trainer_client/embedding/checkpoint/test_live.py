@@ -237,20 +237,3 @@ def test_misfits_are_named(tmp_path: Path) -> None:
         )
     with pytest.raises(CheckpointError, match=r"saved: .*items: key -?[0-9]+ is outside of this rank's rows 0 to 499"):
         load(RoutedEmbeddingCollection(make_tables("roundrobin", "continuous")), tmp_path / "saved")
-
-
-def test_training_resumes_bitwise_under_another_mode(tmp_path: Path) -> None:
-    first = RoutedEmbeddingCollection(make_tables("continuous", "roundrobin"))
-    adam = torch.optim.Adam(first.parameters())
-    train(first, adam, 3)
-    save(first, tmp_path / "saved", optimizer=adam)
-    second = RoutedEmbeddingCollection(make_tables("roundrobin", hash_roundrobin(9)))
-    resumed = torch.optim.Adam(second.parameters())
-    assert load(second, tmp_path / "saved", optimizer=resumed) == {
-        "users": 70,
-        "items": first.tables["items"].held_keys().numel(),
-    }
-    for table in ("users", "items"):
-        keys = first.tables[table].held_keys()
-        assert torch.equal(second.tables[table](keys), first.tables[table](keys))
-    assert train(first, adam, 2) == pytest.approx(train(second, resumed, 2), rel=1e-6)
