@@ -63,7 +63,7 @@ class Stage:
         """All have contributed; in the order of the stages."""
 
     def finish(self, round_: Round) -> None:
-        """The round is planned; in the reverse order."""
+        """The round is planned, its slices are cut: in the reverse order, so stages before `Planning` come after it."""
 
     def want(self, number: int) -> None:
         """The lead's own loop waits for a round."""

@@ -9,6 +9,7 @@ from evenkeel.partitioning.splits.parts import (
     Piece,
     RoundParts,
     SplitSample,
+    arrivals,
     check_splits,
     part_lengths,
     part_ranges,
@@ -28,6 +29,6 @@ from evenkeel.partitioning.splits.samples import (
 
 __all__ = [
     "ALL", "FIRST", "LAST", "MOST", "PIECE_WIDTH", "SHARE", "STEP_SECONDS", "WIDTH", "Cuts", "Divisible", "Piece",
-    "RoundParts", "SpanCosts", "SplitOptions", "SplitSample", "check_splits", "check_table", "part_lengths",
+    "RoundParts", "SpanCosts", "SplitOptions", "SplitSample", "arrivals", "check_splits", "check_table", "part_lengths",
     "part_ranges", "read_parts", "read_splits",
 ]  # fmt: skip

@@ -219,6 +219,15 @@ class RoundParts:
         return of, part_lengths(lengths, Cuts(samples=of, begins=self.begins), roles)
 
 
+def arrivals(ranks: Integers) -> Integers:
+    """(m,) how many earlier parts have the same rank: parts arrive by home, then in home order."""
+    order = np.argsort(ranks, kind="stable")
+    firsts = np.flatnonzero(np.diff(ranks[order], prepend=-1))
+    numbers = np.empty(ranks.size, np.int64)
+    numbers[order] = np.arange(ranks.size) - np.repeat(firsts, np.diff(np.append(firsts, ranks.size)))
+    return numbers
+
+
 def read_parts(
     further: Integers, num_samples: int, steps: NDArray[np.int32] | None, num_batches: int
 ) -> tuple[NDArray[np.int32] | None, tuple[Cuts | None, ...]]:

@@ -38,7 +38,7 @@ from evenkeel.partitioning.splits.cutting import (
     recut,
     table_of,
 )
-from evenkeel.partitioning.splits.parts import RoundParts
+from evenkeel.partitioning.splits.parts import RoundParts, arrivals
 from evenkeel.partitioning.splits.samples import Divisible
 
 # Times of ranks, over an even division, at which samples have as few pieces as may be: the lower, the more pieces.
@@ -169,15 +169,6 @@ def _joined(samples: RoundSamples, steps: Ranks | None, owns: list[Integers], pl
         loads_after=np.concatenate([plan.loads_after for plan in plans]),
         batches=tuple(plan.batches[0] for plan in plans),
     )
-
-
-def _arrivals(ranks: Integers) -> Integers:
-    """(m,) how many earlier parts have the same rank: parts arrive by home, then in home order."""
-    order = np.argsort(ranks, kind="stable")
-    firsts = np.flatnonzero(np.diff(ranks[order], prepend=-1))
-    numbers = np.empty(ranks.size, np.int64)
-    numbers[order] = np.arange(ranks.size) - np.repeat(firsts, np.diff(np.append(firsts, ranks.size)))
-    return numbers
 
 
 class _Plan(NamedTuple):
@@ -438,7 +429,7 @@ class _Search:
         first_items, granules = self._first_items[of_piece], self._spans.granule[of_piece]
         items[-ranks.size :] = np.where(begins > 0, np.rint((begins - first_items) / granules), 0)
         order, sequences = np.lexsort((items, plan.samples)), np.empty(items.size, np.int64)
-        sequences[order] = _arrivals(plan.ranks[order])
+        sequences[order] = arrivals(plan.ranks[order])
         context, candidates = self._spans.context[of_piece], self._spans.candidates[of_piece]
         of, arriving = plan.samples[-ranks.size :], sequences[-ranks.size :]
         columns = (np.zeros(ranks.size), of, context, candidates, ranks, arriving, begins, ends)

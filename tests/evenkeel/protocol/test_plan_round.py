@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import PartitionError
-from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
+from evenkeel.partitioning.splits import SplitOptions
 from evenkeel.partitioning.stages import plan_round, slice_round
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol.plan_round import (
@@ -25,7 +26,7 @@ from evenkeel.protocol.plan_round import (
     write_request,
     write_response,
 )
-from tests.evenkeel.protocol.rounds import Round, make_round, rounds
+from tests.evenkeel.protocol.rounds import Round, make_round, rounds, split_samples
 
 
 def request_of(one: Round) -> bytes:
@@ -195,6 +196,27 @@ def test_wrong_responses(field: str, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidMessage) as caught:
         read_response(message.SerializeToString(), one.samples)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("more", [1, -1, 100, 2**40, 2**62])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_parts_that_begin_elsewhere_than_pieces_say_are_refused(batches: int, more: int) -> None:
+    items = np.array([700, 5, 3, 650, 4, 9, 8, 7] * batches)
+    samples = split_samples(items, np.full((4, batches), 2), np.random.default_rng(0))
+    plan = plan_round(samples, RoundOptions(split=SplitOptions()))
+    assert plan.parts is not None
+    assert_same(read_response(write_response(plan), samples), plan)
+    further = np.flatnonzero(plan.parts.begins > 0)
+    for at in further:
+        begins = plan.parts.begins.copy()
+        begins[at] += more
+        with pytest.raises(InvalidMessage):
+            read_response(write_response(replace(plan, parts=replace(plan.parts, begins=begins))), samples)
+        destinations = plan.destinations.copy()
+        destinations[at] = (destinations[at] + 1) % 4
+        with pytest.raises(InvalidMessage):
+            read_response(write_response(replace(plan, destinations=destinations)), samples)
+    assert further.size
 
 
 def test_last_trouble_is_made_printable() -> None:

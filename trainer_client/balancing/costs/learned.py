@@ -77,12 +77,12 @@ class SequenceTerms:
         )
 
     def _count(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        history = _count(batch, self.history) + self.context
-        return history, _count(batch, self.candidates) if self.candidates else torch.zeros_like(history)
+        history = count_on_device(batch, self.history) + self.context
+        return history, count_on_device(batch, self.candidates) if self.candidates else torch.zeros_like(history)
 
 
-def _count(batch: Any, source: str | Sequence[str]) -> torch.Tensor:
-    """(n,) float64 on the batch's device."""
+def count_on_device(batch: Any, source: str | Sequence[str]) -> torch.Tensor:
+    """(n,) float64 sums of the lengths at one or several paths, on the batch's device: what terms are made of."""
     paths = (source,) if isinstance(source, str) else source
     return torch.stack([find_lengths(batch, path).double() for path in paths]).sum(0)
 
