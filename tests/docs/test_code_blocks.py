@@ -24,8 +24,8 @@ TEXTS = (
 )  # fmt: skip
 ELSEWHERE = {
     "docs/start/tutorial.md", "docs/train/frameworks.md", "docs/train/meshes.md", "docs/train/giants.md",
-    "docs/train/recsys_examples.md", "docs/train/torcheasyrec.md", "docs/place/planning.md", "docs/place/routing.md",
-    "docs/operate/deployment.md",
+    "docs/train/recsys_examples.md", "docs/train/torcheasyrec.md", "docs/place/planning.md", "docs/place/planner.md",
+    "docs/place/routing.md", "docs/operate/deployment.md",
 }  # fmt: skip
 """Pages whose code runs in other tests."""
 RATINGS = "userId,movieId,rating,timestamp\n" + "".join(f"{user},{user % 7},3.5,{user}\n" for user in range(40))

@@ -1,4 +1,4 @@
-"""The page about planning: its files are taken, its commands print what it shows, its code is that of the example."""
+"""The pages about planning: files are taken, commands print what is shown, code is that of the examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_client.cli import app
 from trainer_client.planning import load_sharding_plan
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/place/planning.md").read_text(encoding="utf-8")
+TEXT = "".join((ROOT / f"docs/place/{page}.md").read_text(encoding="utf-8") for page in ("planning", "planner"))
 SHOWN = re.findall(r"```console\n(.*?)```", TEXT, re.S)
 (TABLES,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 (JOB,) = re.findall(r"```json\n(.*?)```", TEXT, re.S)
@@ -62,6 +62,9 @@ def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
     with served(folder) as planner:
         with urllib.request.urlopen(f"{planner.url}/v1/hit-rates", rates_of.encode()) as answer:
             assert json.load(answer) == {name: pytest.approx(value) for name, value in json.loads(rates).items()}
+        (smallest,) = re.findall(r"/v1/plans -d '(\{.*?\n\})'", TEXT, re.S)
+        with urllib.request.urlopen(f"{planner.url}/v1/plans", smallest.encode()) as answer:
+            assert json.load(answer)["plan"]["status"] == "OPTIMAL"
         request = urllib.request.Request(f"{planner.url}/v1/plans", JOB.encode())  # as curl -d sends it
         with urllib.request.urlopen(request) as answer:
             text = answer.read().decode()

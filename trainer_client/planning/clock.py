@@ -42,7 +42,7 @@ from trainer_client.planning.machine import host_bytes
 
 _LEARNING_RATE = 0.01
 _DENSE_WIDTH = {"cuda": 2048, "cpu": 256}
-_PROFILED_STEPS = 4
+_PROFILED_STEPS = 16
 _BLOCK_STEPS = 4
 
 Batch = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
