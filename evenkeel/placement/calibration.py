@@ -239,8 +239,10 @@ def fit_runtime(
     profile: HardwareProfile, runtime: Runtime, steps: Sequence[MeasuredStep]
 ) -> tuple[RuntimeCosts, tuple[tuple[MeasuredStep, float], ...]]:
     """Constants of `runtime` that predict `steps` best, and what they predict."""
-    prior = profile.costs(runtime)
-    fitted = fit_costs(profile, runtime, steps, prior)
+    prior = known = profile.costs(runtime)
+    if runtime is Runtime.TORCHREC:  # whose steps are timed without the host: kernels of a cache have nothing fixed
+        known = replace(prior, caching_fixed_s=prior.hbm_fixed_s)
+    fitted = fit_costs(profile, runtime, steps, known)
     predicted = tuple((step, predictor(profile, runtime, step)(fitted)) for step in steps)
     return _of_kernels(fitted, prior, steps) if runtime is Runtime.TORCHREC else fitted, predicted
 

@@ -224,6 +224,11 @@ def builtin_profile(name: str) -> HardwareProfile:
     return profiles[name]
 
 
+def profile_of(device: str) -> str | None:
+    """The name of the built-in profile of a GPU, from its name in words; `None` if there is none."""
+    return next((name for name in sorted(builtin_profiles(), key=len, reverse=True) if name in device.lower()), None)
+
+
 def parse_profile(value: object) -> HardwareProfile:
     """A profile from its JSON value.
 

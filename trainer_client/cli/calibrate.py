@@ -11,13 +11,14 @@ import typer
 from trainer_client.cli.common import errors_in_a_sentence, show, waiting, write
 
 _STEPS_HELP = "JSON list of measured DynamicEmb steps to fit its constants to."
+_BASE_HELP = "Built-in profile that gives what is not measured; that of the GPU's name by default, or h200."
 _RANKS_HELP = "GPUs to measure whole steps of TorchRec on; all by default, 0 for none."
 
 
 def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile here.")] = Path("profile.json"),
     name: Annotated[str, typer.Option(help="Name of the profile.")] = "calibrated",
-    base: Annotated[str, typer.Option(help="Built-in profile that gives what is not measured.")] = "h200",
+    base: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
     device: Annotated[str, typer.Option(help="Device to measure.")] = "cuda",
     raw: Annotated[Path | None, typer.Option(help="Raw measurements taken earlier, instead of measuring.")] = None,
     dynamicemb_steps: Annotated[Path | None, typer.Option(help=_STEPS_HELP)] = None,
@@ -34,6 +35,7 @@ def calibrate(
     from evenkeel.placement import Runtime, builtin_profile
     from evenkeel.placement.calibration import calibrated_profile, measured_samples, measured_steps, with_whole_steps
     from evenkeel.placement.fields import encode
+    from evenkeel.placement.hardware import profile_of
 
     with errors_in_a_sentence():
         values = _measure(device, table_gib, ranks) if raw is None else _read("--raw", raw, dict)
@@ -41,7 +43,8 @@ def calibrate(
         if dynamicemb_steps is not None:
             records[Runtime.DYNAMICEMB] = _read("--dynamicemb-steps", dynamicemb_steps, list)
         steps = {runtime: measured_steps(each) for runtime, each in records.items()}
-        profile, errors = calibrated_profile(builtin_profile(base), values, name, dict(steps))
+        known = builtin_profile(base or profile_of(str(values.get("device"))) or "h200")
+        profile, errors = calibrated_profile(known, values, name, dict(steps))
         whole: Any = ()
         if samples := measured_samples(values.get("whole_steps") or ()):
             profile, whole = with_whole_steps(profile, samples)

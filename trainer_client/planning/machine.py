@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evenkeel.placement import HardwareProfile, InvalidInputError, Topology, builtin_profiles, parse_topology
+from evenkeel.placement import HardwareProfile, InvalidInputError, Topology, parse_topology
+from evenkeel.placement.hardware import profile_of
 from trainer_client.planning.collective import group_size
 
 _FALLBACK = "h200"
@@ -84,8 +85,7 @@ def _named(device: torch.device, notes: list[str]) -> str:
     if device.type != "cuda":
         return _FALLBACK
     shown = torch.cuda.get_device_name(device)
-    for name in sorted(builtin_profiles(), key=len, reverse=True):
-        if name in shown.lower():
-            return name
+    if (name := profile_of(shown)) is not None:
+        return name
     notes.append(f"there is no profile of {shown!r}: times are those of {_FALLBACK}; `evenkeel calibrate` measures it")
     return _FALLBACK
