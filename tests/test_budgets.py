@@ -17,8 +17,8 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1752, 2000),
     "trainer_client": (21239, 15000),
     "trainer_client/balancing": (10933, 8000),
-    "tests": (29556, 20000),
-    "benchmarks": (8038, 8000),
+    "tests": (29563, 20000),
+    "benchmarks": (8037, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
 

@@ -60,8 +60,11 @@ def test_it_works_beside_a_users_packages_of_the_same_names(wheel: Path, tmp_pat
         [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)],
         check=True, timeout=110,
     )  # fmt: skip
-    for kernels in ROOT.glob("evenkeel/__pycache__/kernels-*"):  # compiled from the same sources, or not taken
-        shutil.copytree(kernels, site / kernels.relative_to(ROOT))
+    for package in ("evenkeel", "trainer_client"):
+        for kernel in ROOT.glob(f"{package}/**/__pycache__/*.nb?"):  # compiled from the same sources, or not taken
+            copy = site / kernel.relative_to(ROOT)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(kernel, copy)
     # The libraries that it needs, without this checkout: .pth files are not followed a second time.
     (site / "libraries.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     for name in ("services", "protos"):

@@ -7,7 +7,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,11 +40,10 @@ def run_ranks(
         RankFailedError: If a rank raised, or did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
         ends, processes = [], []
         for rank in range(world_size):
             ours, theirs = zygote.context.Pipe(duplex=False)
-            processes.append(zygote.process(run_rank, rank, world_size, str(store), theirs, target, args))
+            processes.append(zygote.process(run_rank, rank, world_size, f"{folder}/store", theirs, target, args))
             theirs.close()
             ends.append(ours)
         results: list[Any] = []
@@ -77,6 +75,7 @@ def run_rank(
     answer: tuple[Any, BaseException | None, str]
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.barrier()  # where all are connected, one that ends at once fails nobody's start
         answer = (target(rank, *args), None, "")
     except BaseException as error:
         answer = (None, error, traceback.format_exc())

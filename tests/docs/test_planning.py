@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 import urllib.request
@@ -76,7 +76,9 @@ def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
     _check(asked.output, here)
 
 
-def test_the_code_is_that_of_the_example_and_prints_what_the_page_shows(folder: Path) -> None:
+def test_the_code_is_that_of_the_example_and_prints_what_the_page_shows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = (ROOT / "examples/plan_tables.py").read_text(encoding="utf-8")
     _, *blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     loading = next(block for block in blocks if "load_" in block)
@@ -88,15 +90,16 @@ def test_the_code_is_that_of_the_example_and_prints_what_the_page_shows(folder: 
     found: dict[str, Any] = {"load_sharding_plan": load_sharding_plan}
     exec(loading, found)
     (exported,) = (block for block in SHOWN if "--sharding-plan" in block)
-    done = subprocess.run(
-        ["bash", "-euc", exported.replace("[0, 1]\n", "").replace("$ ", "")],
-        cwd=folder,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == f"{found['plan'].plan['tables']['item'].ranks}\n" == f"{exported.splitlines()[-1]}\n"
+    command, code, printed = exported.splitlines()
+    *words, into, file = shlex.split(command)[2:]
+    replanned = CliRunner().invoke(app, words)
+    assert (replanned.exit_code, into, file) == (0, ">", "replanned.json"), replanned.output
+    assert json.loads(replanned.stdout)["plan"]
+    monkeypatch.syspath_prepend(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(shlex.split(code)[-1])
+    assert output.getvalue() == f"{found['plan'].plan['tables']['item'].ranks}\n" == f"{printed}\n"
+    del sys.modules["sharding"]
 
 
 def test_models_of_strangers_are_planned_and_trained_as_the_page_shows(folder: Path) -> None:

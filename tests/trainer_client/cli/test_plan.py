@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -327,7 +328,11 @@ def test_the_same_request_gets_its_kept_plan(plan: Plan, tmp_path: Path) -> None
     assert json.loads(plan(*flags, "--samples", "77").stdout)["plan"]["status"] == "OPTIMAL"
 
 
-def test_the_clock_runs_the_plan_and_its_contenders(run: Run, tmp_path: Path) -> None:
+def test_the_clock_runs_the_plan_and_its_contenders(
+    run: Run, tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(forked_python))  # which is torchrun
+    monkeypatch.setenv("PYTHON_EXEC", str(forked_python))  # of its ranks
     tables, output = tmp_path / "tables.yaml", tmp_path / "plan.json"
     tables.write_text("- {name: a, rows: 40K, dim: 16, ids_per_sample: 4}\n- {name: b, rows: 4000, dim: 16}\n")
     flags = ["--runtime", "torchrec", "--topology", "h200x1", "--hbm-gib", "2.01", "--samples", "32"]

@@ -98,7 +98,7 @@ def _request(seed: int, *, ranks: int = 4, scale: int = 1, depth: int = 1) -> Pl
         )
     machines = Topology(ranks=ranks, ranks_per_host=2, hbm_bytes=(3 << 30) + (10 << 20) * scale)
     step = Step(samples_per_rank=4, prefetch_depth=depth)
-    patient = SolverOptions(time_limit_s=100)
+    patient = SolverOptions(time_limit_s=100, gap=0.05)
     return PlanRequest(tables=tuple(tables), topology=machines, runtime=Runtime.TORCHREC, step=step, solver=patient)
 
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,11 +13,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
+from benchmarks.harness import zygote
 from evenkeel.key_statistics import merge
 from evenkeel.placement import InvalidInputError, MissCurve, PlanRequest, Runtime, Table, Topology
 from evenkeel.placement.request import Step
 from trainer_client.cli import app
 from trainer_client.planning import KeyStatistics, describe_model, with_statistics
+from trainer_client.planning import statistics as observing
 
 
 def _model() -> EmbeddingBagCollection:
@@ -158,31 +160,21 @@ def test_a_batch_that_cannot_be_read_is_told() -> None:
         statistics.traces()
 
 
+def _read_stuck() -> None:
+    batch, seen, reached = _batch(0), KeyStatistics({"item": ["clicked"]}), threading.Event()
+    stuck = mock.MagicMock(**{"__iter__.side_effect": lambda: (reached.set(), threading.Event().wait())})
+    batch.keys = lambda: stuck
+    seen.observe(batch)
+    assert reached.wait(60)
+    observing._PATIENCE = 0.1
+    with pytest.raises(RuntimeError, match=r"^key statistics: no batch was read for 0.1 s$"):
+        seen.traces()
+
+
 def test_a_reader_that_is_stuck_does_not_keep_the_job_from_ending() -> None:
-    program = """
-import threading
-from tests.trainer_client.planning.test_statistics import _batch
-from trainer_client.planning import KeyStatistics, statistics
-
-class Stuck(list):
-    def __iter__(self):
-        reached.set()
-        threading.Event().wait()
-
-reached = threading.Event()
-batch = _batch(0)
-batch.keys = lambda: Stuck(["clicked"])
-seen = KeyStatistics({"item": ["clicked"]})
-seen.observe(batch)
-assert reached.wait(60)
-statistics._PATIENCE = 0.1
-try:
-    seen.traces()
-except RuntimeError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "key statistics: no batch was read for 0.1 s\n"
+    job = zygote.process(_read_stuck)
+    job.join(120)
+    assert job.exitcode == 0
 
 
 def test_a_model_without_tables_is_refused() -> None:
