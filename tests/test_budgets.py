@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13522, 9500),
+    "evenkeel": (13529, 9500),
     "services": (4445, 4500),
     "services/balancer": (1752, 2000),
-    "trainer_client": (21239, 15000),
+    "trainer_client": (21242, 15000),
     "trainer_client/balancing": (10933, 8000),
     "tests": (29563, 20000),
     "benchmarks": (8037, 8000),
