@@ -7,6 +7,10 @@ written, sent to a balancer in processes of its own, the response read, the plan
 `slice_round` in this process, and a call of a bare gRPC server that echoes as many bytes; all take turns, on the same
 rounds. Of many jobs, each has a connection of its own and asks again as soon as it is answered, all from this process,
 which shares the machine's cores with the balancer; requests are written ahead.
+
+Agreement alone is a round of real Gloo ranks that nobody plans: from a rank's contribution of 1.5 kB to its directive.
+Its floor is a bare gather and scatter of as many bytes, with which it takes turns; of both there is the CPU time that
+they take of a rank that does not lead.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,20 +28,35 @@ from typing import Any
 
 import grpc
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from benchmarks.harness import zygote
 from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.results import write
 from evenkeel.partitioning import warm_up
-from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
+from evenkeel.partitioning.rounds import RankSamples, RoundOptions, RoundSamples
 from evenkeel.partitioning.stages import plan_round, slice_round
 from evenkeel.protocol.plan_round import RoundNames, RunFacts, read_response, write_request
+from trainer_client import BalanceOptions
+from trainer_client.balancing.batches import flatten
+from trainer_client.balancing.contribution import Contribution, schema_number
+from trainer_client.balancing.groups import read_membership, take_communicators
+from trainer_client.balancing.options import StreamConfig
+from trainer_client.balancing.report import Counters
+from trainer_client.balancing.rounds import SharedRounds, Ticket
+from trainer_client.balancing.stages import make_lead
 
 SAMPLES, FIELDS = 128, 4
 RANKS = (8, 64, 256, 1024, 4096)
 JOBS = (1, 10, 100, 300)
 JOB_RANKS = 8
 DRAWS = 4  # rounds of each size
+WORLDS = (8, 32)
+AGREED_SAMPLES = 64  # whose costs, sizes and lengths make 1.5 kB
+DIRECTIVE_BYTES = 1024
+TURNS = 4
 METHOD = "/evenkeel.balancer.v2.BalancerService/PlanRound"
 METADATA = (("evenkeel-job", "job"),)
 TIMEOUT_SECONDS = 30.0
@@ -143,6 +163,64 @@ async def _calls_per_second(address: str, method: str, requests: list[bytes], jo
     return float(counts.sum() / taken)
 
 
+def agree(rank: int, rounds: int) -> dict[str, float]:
+    """Milliseconds and CPU milliseconds of a rank's rounds, and of bare collectives of the same bytes."""
+    world_size, template = dist.get_world_size(), flatten({"n": torch.zeros(1, dtype=torch.int64)}).empty()
+    samples = RankSamples(
+        costs=np.full(AGREED_SAMPLES, 7), lengths=np.ones((AGREED_SAMPLES, 1), np.int64),
+        sizes=np.full(AGREED_SAMPLES, 8), batch_sizes=(AGREED_SAMPLES,),
+    )  # fmt: skip
+    contribution, lead = Contribution(samples=samples, schema=schema_number(template.schema)), None
+    communicators = take_communicators(read_membership(None, None), timedelta(seconds=120))
+    if communicators.leads:
+        config = StreamConfig(loader="rounds", balance=False, options=BalanceOptions())
+        lead = make_lead(config, template=template, nodes=["here"] * world_size)
+    shared = SharedRounds("rounds", communicators, depth=2, counters=Counters(), template=template, lead=lead)
+    sent, received = torch.from_numpy(contribution.pack()), torch.zeros(DIRECTIVE_BYTES, dtype=torch.uint8)
+    table, directives = sent.repeat(world_size, 1).unbind(), received.repeat(world_size, 1).unbind()
+
+    def one_round() -> None:
+        ticket = Ticket(0, contribution)
+        shared.put(ticket)
+        ticket.future.result(60)
+
+    def bare() -> None:
+        dist.gather(sent, list(table) if rank == 0 else None, 0)
+        dist.scatter(received, list(directives) if rank == 0 else None, 0)
+
+    times: dict[str, list[float]] = {"p50_ms": [], "floor_ms": []}
+    cpu = dict.fromkeys(times, 0.0)
+    for turn in range(TURNS + 1):  # the first to warm up
+        for name, work in (("p50_ms", one_round), ("floor_ms", bare)):
+            dist.barrier()
+            began = time.process_time()
+            taken = [_milliseconds(work) for _ in range(rounds // TURNS)]
+            times[name] += taken if turn else []
+            cpu[name] += (time.process_time() - began) * 1e3 if turn else 0.0
+    shared.close(10)
+    medians = {name: float(np.median(each)) for name, each in times.items()}
+    return medians | {"cpu_ms": cpu["p50_ms"] / rounds, "bare_cpu_ms": cpu["floor_ms"] / rounds}
+
+
+def measure_agreement(worlds: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    """Rounds that nobody plans, by number of ranks; the median rank's times, the CPU time of those that do not lead."""
+    entries = []
+    for ranks in worlds:
+        others = run_ranks(ranks, agree, rounds)[1:]
+        entry: dict[str, Any] = {"ranks": ranks, "bytes": 24 * AGREED_SAMPLES}
+        entry |= {name: float(np.median([one[name] for one in others])) for name in others[0]}
+        entry |= {
+            "over_floor": entry["p50_ms"] / entry["floor_ms"], "cpu_over_bare": entry["cpu_ms"] / entry["bare_cpu_ms"]
+        }  # fmt: skip
+        print(
+            f"{ranks:5} ranks agree: p50 {entry['p50_ms']:.2f} ms, bare collectives {entry['floor_ms']:.2f}; CPU "
+            f"{entry['cpu_ms']:.2f} and {entry['bare_cpu_ms']:.2f} ms",
+            flush=True,
+        )
+        entries.append(entry)
+    return entries
+
+
 class _Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Answers a call of `/echo/N` with the first N bytes of its request."""
 
@@ -195,8 +273,9 @@ def main() -> None:
     with running_balancer("--log-level", "warning", interpreter=True) as balancer, running_echo() as echo:
         sizes = measure_sizes(balancer.address, echo, RANKS, seconds)
         jobs = asyncio.run(measure_jobs(balancer.address, echo, JOBS, seconds))
+    agreement = measure_agreement(WORLDS, 40 if options.quick else 400)
     shape = {"samples_per_rank": SAMPLES, "fields": FIELDS, "ranks_of_each_job": JOB_RANKS}
-    write(options.json, shape | {"sizes": sizes, "jobs": jobs})
+    write(options.json, shape | {"sizes": sizes, "jobs": jobs, "agreement": agreement})
 
 
 if __name__ == "__main__":
