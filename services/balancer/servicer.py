@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 
 import grpc
@@ -14,7 +15,7 @@ from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.access import SERVICE, Occupancy, caller
 from services.balancer.planning import CallError
 from services.balancer.settings import Settings
-from services.balancer.summary import Observer
+from services.balancer.summary import Observer, RoundSummary
 from services.balancer.workers import WorkerPool
 from services.security.rates import network_of
 
@@ -62,16 +63,20 @@ class BalancerServicer:
                 if data is grpc.aio.EOF:
                     raise CallError("INVALID_ARGUMENT", "request", "the call has no message; send a PlanRoundRequest")
                 with self._occupancy.body(len(data)):
-                    summary, response = await self._pool.plan(job, data)
+                    packed, response = await self._pool.plan(job, data)
         except CallError as error:
             await self.fail(context, error, job, began, peer)
         except asyncio.CancelledError:  # the deadline has passed, or the lead has planned by itself
             self._observer.failed(job, "CANCELLED", "deadline", time.perf_counter() - began)
             raise
-        seconds = time.perf_counter() - began
+        # Once the response is on its way.
+        asyncio.get_running_loop().call_soon(self._note, job, packed, time.perf_counter() - began)
+        return response
+
+    def _note(self, job: str, packed: bytes, seconds: float) -> None:
+        summary: RoundSummary = pickle.loads(packed)  # of our own process
         self._observer.planned(summary, seconds)
         log.debug("round planned", job=job, round=summary.names.round, ranks=summary.ranks, seconds=seconds)
-        return response
 
     async def get_server_info(self, _request: bytes, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
         """Who answers, and within which limits."""

@@ -14,16 +14,18 @@ import pickle
 import signal
 import socket
 import struct
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import TypeAlias
 
 import structlog
 
 from evenkeel.partitioning import warm_up
 from evenkeel.protocol.plan_round import RoundLimits
 from services.balancer.planning import CallError, plan_call
-from services.balancer.summary import RoundSummary
 from services.operations.process import keep_memory
 
 log = structlog.get_logger(__name__)
@@ -39,13 +41,17 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["services.balancer.preloaded"])
 
 
+Planned: TypeAlias = tuple[bytes, bytes]
+"""A pickled `RoundSummary`, which nobody needs before the caller has its answer, and the response."""
+
+_Answer: TypeAlias = Planned | OSError
+
+
 @dataclass(slots=True)
 class _Call:
     job: str
     data: bytes
-    result: asyncio.Future[tuple[RoundSummary, bytes]] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    result: asyncio.Future[Planned] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class WorkerPool:
@@ -67,14 +73,15 @@ class WorkerPool:
         self._limits = limits
         self._size = workers
         self._seconds = seconds
-        self._waiting: asyncio.Queue[_Call] = asyncio.Queue()
-        self._workers: dict[int, _Worker] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._calls: deque[_Call] = deque()  # that wait
+        self._free: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
 
     @property
     def waiting(self) -> int:
         """Calls that wait for a worker."""
-        return self._waiting.qsize()
+        return len(self._calls)
 
     async def start(self) -> None:
         """Starts the processes; all have compiled what they need when this returns.
@@ -82,60 +89,72 @@ class WorkerPool:
         Raises:
             OSError: If a process ends instead.
         """
-        workers = await asyncio.gather(*[_Worker.start(self._limits) for _ in range(self._size)])
-        self._workers = dict(enumerate(workers))
-        self._tasks = [asyncio.create_task(self._serve(slot), name=f"worker-{slot}") for slot in self._workers]
+        self._free = list(await asyncio.gather(*[_Worker.start(self._limits) for _ in range(self._size)]))
+        self._workers = set(self._free)
 
-    async def plan(self, job: str, data: bytes) -> tuple[RoundSummary, bytes]:
+    async def plan(self, job: str, data: bytes) -> Planned:
         """Plans a round in the next process that is free; see `plan_call`.
 
         Raises:
             CallError: If there is no plan.
         """
         call = _Call(job, data)
-        self._waiting.put_nowait(call)
+        self._calls.append(call)
+        self._begin_calls()
         return await call.result
 
     def close(self) -> None:
         """Ends the processes."""
-        for task in self._tasks:
+        for task in self._replacing:
             task.cancel()
-        for worker in self._workers.values():
+        for worker in self._workers:
             worker.kill()
 
-    async def _serve(self, slot: int) -> None:
-        while True:
-            call = await self._waiting.get()
-            if call.result.done():  # the caller has gone
-                continue
-            try:
-                async with asyncio.timeout(self._seconds):
-                    answer = await self._workers[slot].exchange(call.job, call.data)
-            except TimeoutError:
-                answer = CallError(
-                    "DEADLINE_EXCEEDED", "worker", f"planning took longer than {self._seconds:g} s; send fewer samples"
-                )
-            except OSError as error:
-                log.error("worker ended", job=call.job, error=str(error))
-                answer = CallError("UNAVAILABLE", "worker", "the worker that planned this round has ended; call again")
-            if not call.result.done():
-                if isinstance(answer, CallError):
-                    call.result.set_exception(answer)
-                else:
-                    call.result.set_result(answer)
-            if isinstance(answer, CallError) and answer.reason == "worker":
-                await self._replace(slot)
+    def _begin_calls(self) -> None:
+        while self._free and self._calls:
+            call = self._calls.popleft()
+            if not call.result.done():  # else the caller has gone
+                self._free.pop().begin(call, self._seconds, self._ended)
 
-    async def _replace(self, slot: int) -> None:
-        self._workers[slot].kill()
+    def _ended(self, worker: _Worker, call: _Call, answer: _Answer) -> None:
+        """A worker is through with a call, or is no more."""
+        if isinstance(answer, tuple):
+            self._free.append(worker)
+        else:
+            task = asyncio.create_task(self._replace(worker))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+        result: Planned | CallError
+        if isinstance(answer, TimeoutError):
+            result = CallError(
+                "DEADLINE_EXCEEDED", "worker", f"planning took longer than {self._seconds:g} s; send fewer samples"
+            )
+        elif isinstance(answer, OSError):
+            log.error("worker ended", job=call.job, error=str(answer))
+            result = CallError("UNAVAILABLE", "worker", "the worker that planned this round has ended; call again")
+        else:
+            result = answer if answer[1] else pickle.loads(answer[0])  # of our own process
+        if not call.result.done():
+            if isinstance(result, CallError):
+                call.result.set_exception(result)
+            else:
+                call.result.set_result(result)
+        self._begin_calls()
+
+    async def _replace(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        worker.kill()
         while True:
             try:
-                self._workers[slot] = await _Worker.start(self._limits)
+                started = await _Worker.start(self._limits)
             except OSError as error:
                 log.error("no worker could be started; trying again", error=str(error))
                 await asyncio.sleep(_PAUSE_SECONDS)
             else:
                 self.restarts += 1
+                self._workers.add(started)
+                self._free.append(started)
+                self._begin_calls()
                 return
 
 
@@ -146,7 +165,7 @@ class _Worker(asyncio.Protocol):
         self._process = process
         self._transport: asyncio.WriteTransport = asyncio.WriteTransport()
         self._content = bytearray()  # of an answer that has not come whole
-        self._answer: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
+        self._end: Callable[[_Answer], None] | None = None  # of the call that it has
 
     @classmethod
     async def start(cls, limits: RoundLimits) -> _Worker:
@@ -156,25 +175,35 @@ class _Worker(asyncio.Protocol):
         with theirs:
             process = _processes.Process(target=serve, args=(theirs, limits), name="evenkeel-worker", daemon=True)
             await asyncio.to_thread(process.start)
-        _, worker = await asyncio.get_running_loop().create_connection(lambda: cls(process), sock=ours)
+        loop = asyncio.get_running_loop()
+        worker, ready = cls(process), loop.create_future()
+        worker._end = ready.set_result
+        await loop.create_connection(lambda: worker, sock=ours)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await worker._answer
+                if isinstance(answer := await ready, OSError):
+                    raise answer
         except BaseException:
+            worker._end = None
             worker.kill()
             raise
         log.info("worker ready", pid=process.pid)
         return worker
 
-    async def exchange(self, job: str, data: bytes) -> tuple[RoundSummary, bytes] | CallError:
+    def begin(self, call: _Call, seconds: float, ended: Callable[[_Worker, _Call, _Answer], None]) -> None:
+        """Plans a round; `ended` is called once, after so many seconds at the latest."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._finish, TimeoutError())
+
+        def end(answer: _Answer) -> None:
+            timer.cancel()
+            ended(self, call, answer)
+
+        self._end = end
         if self._transport.is_closing():
-            raise ConnectionResetError(f"process {self._process.pid} has ended")
-        self._answer = asyncio.get_running_loop().create_future()
-        for part in _message(job.encode(), data):
+            self.connection_lost(None)
+            return
+        for part in _message(call.job.encode(), call.data):
             self._transport.write(part)
-        answer, response = await self._answer
-        found: RoundSummary | CallError = pickle.loads(answer)  # of our own process
-        return found if isinstance(found, CallError) else (found, response)
 
     def kill(self) -> None:
         """Ends the process, whatever it does."""
@@ -196,14 +225,17 @@ class _Worker(asyncio.Protocol):
         if len(self._content) == _HEADER.size + size + rest:
             content = bytes(self._content)
             self._content.clear()
-            if not self._answer.done():
-                begin = _HEADER.size + size
-                self._answer.set_result((content[_HEADER.size : begin], content[begin:]))
+            begin = _HEADER.size + size
+            self._finish((content[_HEADER.size : begin], content[begin:]))
 
     def connection_lost(self, error: Exception | None) -> None:
         """The process has ended."""
-        if not self._answer.done():
-            self._answer.set_exception(ConnectionResetError(f"process {self._process.pid} has ended: {error}"))
+        self._finish(ConnectionResetError(f"process {self._process.pid} has ended: {error}"))
+
+    def _finish(self, answer: _Answer) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end(answer)
 
 
 def serve(connection: socket.socket, limits: RoundLimits) -> None:
