@@ -1,8 +1,8 @@
 """A small world of the protocol: every order in which its threads can take their steps, with the real decisions.
 
-Each rank has a loop that submits, a thread that contributes and one that follows directives. What they do is a step of
-the real `Clock` and of the real `decide`; collectives and queues are modelled, as anything may overtake anything else
-but in one communicator.
+Each rank has a loop that submits, some thread that contributes and one that follows directives; the lead has one that
+gathers. What they do is a step of the real `Clock` and of the real `decide`; collectives and queues are modelled, as
+anything may overtake anything else but in one communicator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Item = tuple[int, State]
 
 @dataclass(slots=True)
 class Rank:
-    """A rank's loop and its two threads.
+    """A rank's loop and its threads.
 
     Attributes:
         clock: Of its rounds.
@@ -52,11 +52,12 @@ class Rank:
         trained: Rounds whose batches it has trained, of all passes, with what it contributed to each.
         taken: Of this pass.
         left: It has left its loop, and waits for the end.
-        queue: Items, and ends of void rounds, that its first thread has not looked at.
-        sent: (number, item) that its second thread has not looked at.
+        queue: Items, and ends of void rounds, that nobody has looked at.
+        to_gather: (number, item) of rounds that the lead has not gathered.
+        sent: (number, item) that the thread which follows has not looked at.
         in_flight: Items of this pass whose directives the loop has not seen, by submission.
         arrived: (round, whether it ended the pass), not seen by the loop yet.
-        gathers: Collectives of the first thread: the same one on all ranks is the same round.
+        gathers: Contributions sent: the same one on all ranks is the same round.
     """
 
     clock: Clock
@@ -67,6 +68,7 @@ class Rank:
     left: bool = False
     trained: tuple[tuple[int, State], ...] = ()
     queue: tuple[tuple[str, int] | Item, ...] = ()
+    to_gather: tuple[tuple[int, Item | None], ...] = ()
     sent: tuple[tuple[int, Item | None], ...] = ()
     in_flight: tuple[int, ...] = ()
     arrived: tuple[tuple[int, bool], ...] = ()
@@ -77,7 +79,8 @@ class Rank:
         clock = self.clock
         return (
             clock.next_up, clock.done, clock.void_until, clock.pass_number, self.pass_index, self.pass_number,
-            self.submitted, self.taken, self.left, self.trained, self.queue, self.sent, self.in_flight, self.arrived,
+            self.submitted, self.taken, self.left, self.trained, self.queue, self.to_gather, self.sent, self.in_flight,
+            self.arrived,
         )  # fmt: skip
 
 
@@ -120,7 +123,10 @@ class World:
     @property
     def over(self) -> bool:
         """Whether all ranks are through with all of their passes, and nothing is under way."""
-        return all(rank.pass_index == len(self.programs[0]) and not rank.queue and not rank.sent for rank in self.ranks)
+        return all(
+            rank.pass_index == len(self.programs[0]) and not (rank.queue or rank.to_gather or rank.sent)
+            for rank in self.ranks
+        )
 
     def check(self) -> None:
         """What must hold in every state."""
@@ -142,6 +148,9 @@ class World:
                 _loop(after, index)
                 yield f"loop of rank {index}", after
                 return
+        if self.ranks[0].to_gather and _gather(after := self.copy()):  # what comes of it is seen in later steps only
+            yield "gather", after
+            return
         for index in range(len(self.ranks)):
             for name, step in (("loop", _loop), ("leave", _leave), ("up", _up), ("down", _down)):
                 after = self.copy()
@@ -205,7 +214,7 @@ def _leave(world: World, index: int) -> bool:
 
 
 def _up(world: World, index: int) -> bool:
-    """The thread that contributes; the lead's waits for all others."""
+    """Whoever contributes."""
     rank = world.ranks[index]
     if not rank.queue:
         return False
@@ -214,28 +223,42 @@ def _up(world: World, index: int) -> bool:
         if rank.clock.next_up >= head[1]:
             rank.queue = tuple(rest)
             return True
-        return _contribute(world, index, None)
+        _contribute(world, index, None)
+        return True
     if rank.clock.is_over(head[0]):
         rank.queue, rank.arrived = tuple(rest), _arrived(rank, head, -1, ends=True)
         return True
-    if not rank.clock.is_free or not _contribute(world, index, head):
+    if not rank.clock.is_free:
         return False
+    _contribute(world, index, head)
     rank.queue = tuple(rest)
     return True
 
 
-def _contribute(world: World, index: int, item: Item | None) -> bool:
-    rank, number = world.ranks[index], world.ranks[index].clock.next_up
+def _contribute(world: World, index: int, item: Item | None) -> None:
+    rank, number = world.ranks[index], world.ranks[index].clock.contributed()
     items = list(world.contributed.get(number, (None,) * len(world.ranks)))
-    if index == 0 and None in items[1:]:
-        return False  # the gather ends at the lead when all are there
     items[index] = item if item is not None else (-1, State.NOTHING)
     world.contributed[number] = tuple(items)
-    rank.clock.contributed()
     rank.gathers += 1
-    rank.sent = (*rank.sent, (number, item))
-    if index == 0 and rank.clock.takes_place(number):
-        world.decided[number] = world.decides(tuple(one[1] for one in items if one is not None))
+    if index == 0:
+        rank.to_gather = (*rank.to_gather, (number, item))
+    else:
+        rank.sent = (*rank.sent, (number, item))
+
+
+def _gather(world: World) -> bool:
+    """The lead's thread that waits for the contributions of all."""
+    rank = world.ranks[0]
+    if not rank.to_gather:
+        return False
+    first, *rest = rank.to_gather
+    states = tuple(one[1] for one in world.contributed[first[0]] if one is not None)
+    if len(states) < len(world.ranks):
+        return False
+    rank.to_gather, rank.sent = tuple(rest), (*rank.sent, first)
+    if rank.clock.takes_place(first[0]):
+        world.decided[first[0]] = world.decides(states)
     return True
 
 

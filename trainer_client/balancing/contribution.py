@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -127,7 +128,7 @@ class Contribution:
             ]
         body = b"".join(part + bytes(-len(part) % 8) for part in parts)
         header["size"] = HEADER.itemsize + len(body)
-        return np.frombuffer(header.tobytes() + body, np.uint8)
+        return np.frombuffer(bytearray(header.tobytes() + body), np.uint8)
 
 
 def pack_changed(value: Any) -> bytes:
@@ -150,6 +151,7 @@ class Contributions:
         headers = np.ascontiguousarray(table[:, : HEADER.itemsize]).view(HEADER)[:, 0]
         self.copies = headers.reshape(-1, num_peers)  # (ranks, peers) of all that train the same batches
         self.headers = self.copies[:, 0]  # (ranks,) of those that balance together
+        self.flags = int(np.bitwise_or.reduce(self.headers["flags"]))  # that any of them has set
         self.num_batches = max(1, int(self.headers["num_batches"].max()))  # of the round
         self._counts = self.headers["num_samples"].astype(np.int64)
         self.with_samples: list[int] = np.flatnonzero(self._counts).tolist()  # ranks
@@ -185,7 +187,7 @@ class Contributions:
         """(ranks,) which ranks have set a flag."""
         return (self.headers["flags"] & bit) > 0
 
-    @property
+    @cached_property
     def batch_sizes(self) -> NDArray[np.int64]:
         """(ranks, batches) samples of each batch of the round."""
         counts = self.headers["num_batches"].astype(np.int64)

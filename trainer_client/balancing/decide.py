@@ -17,7 +17,7 @@ from trainer_client.balancing.resume import check_resumed
 NAMES = "give loaders of different batches different names (BalancedLoader(name=…))"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: it is pickled in half the time
 class Decision:
     """What all ranks do in a round."""
 
@@ -64,11 +64,11 @@ def decide(contributions: Contributions, rules: Rules, number: int = 0) -> Decis
     decision = Decision(mode=Mode.EMBEDDED)
     if not rules.balance:
         decision = Decision(mode=Mode.IDENTITY, reason=Reason.NO_SERVICE)
-    elif (invalid := contributions.flag(INVALID)).any():
-        ranks = tuple(np.flatnonzero(invalid).tolist())
+    elif contributions.flags & INVALID:
+        ranks = tuple(np.flatnonzero(contributions.flag(INVALID)).tolist())
         problem = contributions.extras[ranks[0]].problem if ranks[0] in contributions.extras else ""
         decision = Decision(mode=Mode.IDENTITY, reason=Reason.INVALID_COSTS, ranks=ranks, problem=problem)
-    if contributions.flag(DROP_LAST).any():
+    if contributions.flags & DROP_LAST:
         decision = _drop_last(decision, contributions, rules)
     return spread(decision, contributions.batch_sizes, rules.min_samples)
 
@@ -85,6 +85,8 @@ def _check(contributions: Contributions, rules: Rules, number: int) -> None:
         raise _schemas_differ(contributions, rules.schema_lines)
     if _differ(contributions, "shared"):
         raise _shared_values_differ(contributions)
+    if not contributions.flags & USERS:
+        return
     named, ranks = contributions.flag(USERS), np.array(contributions.with_samples, np.int64)
     if named[ranks].any() and not named[ranks].all():
         raise ValueError(
@@ -95,8 +97,8 @@ def _check(contributions: Contributions, rules: Rules, number: int) -> None:
 
 def _differ(contributions: Contributions, name: str) -> bool:
     """Whether ranks that have samples differ in what a number of their headers names; 0 is none."""
-    numbers = contributions.headers[name][contributions.headers["num_samples"] > 0]
-    numbers = numbers[numbers > 0]
+    numbers = contributions.headers[name]
+    numbers = numbers[(contributions.headers["num_samples"] > 0) & (numbers > 0)]
     return numbers.size > 0 and bool((numbers != numbers[0]).any())
 
 
@@ -154,6 +156,8 @@ def spread(decision: Decision, batch_sizes: NDArray[np.int64], min_samples: int)
 def _check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None, number: int) -> None:
     """Checks that peers hold the same batches; `ranks` (ranks, peers) are the job's of those that do."""
     copies = contributions.copies
+    if copies.shape[1] == 1:
+        return
     facts = ("state", "num_samples", "schema", "copy")
     differs = np.any([copies[name] != copies[name][:, :1] for name in facts], axis=0)
     if not differs.any():

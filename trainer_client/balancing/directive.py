@@ -8,8 +8,9 @@ The extras are the same for all ranks; what follows is each one's own. Each part
 
 from __future__ import annotations
 
+import math
 import pickle
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
 
 END = Decision(mode=Mode.END)
 NO_LOADS = np.zeros((0, 0))
+_F8, _I4, _I8, _U1 = (np.dtype(code) for code in ("<f8", "<i4", "<i8", "u1"))
 
 HEADER = np.dtype(
     [
         ("size", "<u4"),  # bytes in all
-        ("room_down", "<u4"),  # bytes of a directive that one scatter takes, in the next round
         ("extras", "<u4"),  # bytes
         ("num_parts", "<u4"),
         ("num_cuts", "<u4"),
         ("num_sources", "<u4"),
+        ("reserved", "<u4"),
     ]
 )
 
@@ -49,7 +51,6 @@ class Extras:
 
     decision: Decision = END
     world_size: int = 1
-    room_up: int = 0  # bytes of a contribution that one gather takes, `depth` rounds later
     figures: tuple[Figures, ...] = ()  # of each batch of the round that some rank has
     planned: bool = False  # samples may move
     rebatched: bool = False  # and change their batch
@@ -75,7 +76,6 @@ class Directive:
     reports: tuple[RoundReport, ...] = ()  # one per batch; none where the round does not take place
     template: FlatBatch | None = None  # an empty batch of the round's schema
     extras: Extras = NO_EXTRAS
-    room_down: int = 0  # see `HEADER`
 
     @property
     def ended(self) -> bool:
@@ -106,7 +106,7 @@ def pack_directives(
     plan: RoundPlan | None = None,
     slices: Slices | None = None,
 ) -> Bytes:
-    """(ranks, width) the directives of all ranks, which `set_room` completes; without a plan every sample stays.
+    """(ranks, width) the directives of all ranks; without a plan every sample stays.
 
     Loads are (batches, ranks), as loaded and as trained.
     """
@@ -132,11 +132,6 @@ def pack_directives(
         for array in (slices.sources, slices.source_counts, slices.source_totals):
             rows.add(array, source_begins)
     return rows.table()
-
-
-def set_room(table: Bytes, room: int) -> None:
-    """Writes into packed directives how many bytes the next scatter takes."""
-    table[:, 4:8].view("<u4")[:] = room
 
 
 class _Rows:
@@ -181,27 +176,27 @@ def read_directive(
 
     `samples` are those that it has contributed, `template` is an empty batch of the round before.
     """
-    header, at = row[: HEADER.itemsize].view(HEADER)[0], HEADER.itemsize
+    _, num_extras, num_parts, num_cuts, num_sources, _ = row[: HEADER.itemsize].view("<u4").tolist()
+    at = HEADER.itemsize
 
-    def take(dtype: str, *shape: int) -> NDArray[Any]:
+    def take(dtype: np.dtype[Any], *shape: int) -> NDArray[Any]:
         nonlocal at
-        size = np.dtype(dtype).itemsize * int(np.prod(shape))
+        size = dtype.itemsize * math.prod(shape)
         begin, at = at, at + size + -size % 8
         return row[begin : begin + size].view(dtype).reshape(shape)
 
-    packed = take("u1", int(header["extras"]))
-    extras = Extras(**pickle.loads(packed.tobytes())) if packed.size else NO_EXTRAS
+    packed = take(_U1, num_extras)
+    extras = Extras(**pickle.loads(packed.tobytes())) if num_extras else NO_EXTRAS
     decision, figures, count = extras.decision, extras.figures, len(extras.figures)
     template = extras.template or template
-    loads = take("<f8", count, 2).tolist()
+    loads = take(_F8, count, 2).tolist()
     if extras.planned:
-        num_parts, num_cuts, num_sources = (int(header[name]) for name in ("num_parts", "num_cuts", "num_sources"))
-        destinations = take("<i4", num_parts)
-        steps = take("<i4", num_parts) if extras.rebatched else None
-        cuts = take("<i8", num_cuts, 2)
-        ends = np.cumsum(take("<i4", count)).tolist()
-        sources, counts = take("<i4", num_sources), take("<i4", num_sources)
-        totals = take("<i8", num_sources, extras.num_fields)
+        destinations = take(_I4, num_parts)
+        steps = take(_I4, num_parts) if extras.rebatched else None
+        cuts = take(_I8, num_cuts, 2)
+        ends = np.cumsum(take(_I4, count)).tolist()
+        sources, counts = take(_I4, num_sources), take(_I4, num_sources)
+        totals = take(_I8, num_sources, extras.num_fields)
         slices = tuple(
             Slice(
                 rank=rank, destinations=destinations if steps is None else destinations[steps == batch],
@@ -223,11 +218,8 @@ def read_directive(
             world_size=extras.world_size, home_load=home_load, own_load=own_load,
             own_samples=int(plan.slices[batch].source_counts.sum()), wait_seconds=extras.wait_seconds,
             partition_seconds=extras.partition_seconds, learned=extras.learned,
-            **{figure.name: getattr(one, figure.name) for figure in fields(Figures)},
+            **vars(one),
         )
         for batch, (one, (home_load, own_load)) in enumerate(zip(figures, loads, strict=True))
     )  # fmt: skip
-    return Directive(
-        decision=decision, plan=plan, reports=reports, template=template, extras=extras,
-        room_down=int(header["room_down"]),
-    )  # fmt: skip
+    return Directive(decision=decision, plan=plan, reports=reports, template=template, extras=extras)

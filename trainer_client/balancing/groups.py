@@ -10,8 +10,9 @@ import gc
 import pickle
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -26,8 +27,9 @@ from trainer_client.process_groups import make_group
 
 Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh
 Bytes: TypeAlias = NDArray[np.uint8]
-_OBJECT_ROOM = 4096
-_LOOK = timedelta(seconds=0.2)
+_ROOM = 1 << 14  # bytes that are received at once; of rows, most have less
+_CPU = torch.device("cpu")
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,11 @@ def _backend(group: dist.ProcessGroup | None) -> str:
 
 @dataclass(eq=False)
 class Communicators:
-    """Those of one stream; a rank alone has none to speak of."""
+    """Those of one stream; a rank alone has none to speak of.
+
+    Rows go from rank to rank, not by Gloo's `gather` and `scatter`: threads of Gloo's own do these, and each hand-over
+    costs a small message more than its way does. In one communicator rows arrive in the order in which they were sent.
+    """
 
     up: Any  # Gloo, for contributions; used by one thread
     down: Any  # Gloo, for directives; used by one thread
@@ -146,68 +152,65 @@ class Communicators:
     peers: NDArray[np.int64]  # (ranks, peers) the job's ranks, in the order of `up`: those of a row train copies
     rank: int  # this one, among those that balance together
     peer: int  # which of a row this one is; the first contributes
+    timeout: timedelta = timedelta(0)  # for which a rank is waited for
     closed: bool = False  # the stream that used them has been: at the same point of the program on all ranks
     free: threading.Event = field(default_factory=threading.Event)  # set once nothing of that stream is in flight
     failed: bool = False  # a collective has; they are of no use any more, and nobody waits for one
+    _sent: deque[list[dist.Work]] = field(default_factory=deque)  # of rows that the lead may not have taken yet
 
     @property
     def leads(self) -> bool:
         """Whether this rank decides."""
         return self.rank == 0 and self.peer == 0
 
-    def gather(self, row: Bytes, room: int) -> Bytes | None:
-        """Byte strings of all ranks at the lead: (ranks × peers, width), None elsewhere. Collective on `up`.
+    def send(self, row: Bytes) -> None:
+        """Sends a byte string, whose first four bytes tell its length, to the lead, which gathers it. On `up`.
 
-        The first four bytes of each tell its length. What is longer than the room goes on to the lead by itself.
+        Waits for nobody; see `flush`.
         """
-        send = np.zeros(room, np.uint8)
-        send[: len(row)] = row[:room]
-        options = dist.GatherOptions()
-        options.rootRank = 0
         with _explained():
-            if not self.leads:
-                self._wait(self.up.gather([], [torch.from_numpy(send)], options))
-                if len(row) > room:
-                    self.up.send([torch.from_numpy(row[room:].copy())], 0, 0).wait()
-                return None
-            table = np.empty((self.peers.size, room), np.uint8)
-            self._wait(self.up.gather([list(torch.from_numpy(table).unbind())], [torch.from_numpy(send)], options))
-            sizes = _sizes(table)
-            if int(sizes.max()) <= room:
-                return table
-            whole = np.zeros((self.peers.size, int(sizes.max())), np.uint8)
-            whole[:, :room] = table
-            whole[0, : len(row)] = row
-            for rank in np.flatnonzero(sizes > room).tolist():
-                if rank:
-                    rest = np.empty(int(sizes[rank]) - room, np.uint8)
-                    self.up.recv([torch.from_numpy(rest)], rank, 0).wait()
-                    whole[rank, room : sizes[rank]] = rest
-            return whole
+            self._sent.append([self.up.send([part], 0, 0) for part in _parts(row)])
 
-    def scatter(self, table: Bytes | None, room: int) -> Bytes:
-        """A row of the lead's table for each rank, the same for its peers; otherwise as `gather`. On `down`."""
-        mine = np.empty(room, np.uint8)
-        options = dist.ScatterOptions()
-        options.rootRank = 0
+    def flush(self, rows: int = 0) -> None:
+        """Waits until the lead has taken what this rank has sent, but for so many rows."""
+        with _explained():
+            while len(self._sent) > rows:
+                for work in self._sent.popleft():
+                    work.wait(self.timeout)
+
+    def gather(self, row: Bytes) -> Bytes:
+        """(ranks × peers, width) the byte strings of all ranks, at the lead, whose own is `row`; then anything."""
+        with _explained():
+            table = np.empty((self.peers.size, max(_ROOM, len(row))), np.uint8)
+            table[0, : len(row)] = row
+            rows = torch.from_numpy(table[:, :_ROOM]).unbind()
+            for work in [self.up.recv([rows[rank]], rank, 0) for rank in range(1, len(rows))]:
+                work.wait(self.timeout)
+            sizes = table[:, :4].copy().view("<u4")[:, 0]
+            if (width := int(sizes.max())) > table.shape[1]:
+                table = np.concatenate([table, np.empty((len(table), width - table.shape[1]), np.uint8)], axis=1)
+            for rank in np.flatnonzero(sizes[1:] > _ROOM) + 1:
+                self.up.recv([torch.from_numpy(table[rank, _ROOM : sizes[rank]])], int(rank), 0).wait(self.timeout)
+            return table
+
+    def scatter(self, table: Bytes | None) -> Bytes:
+        """A row of the lead's table for each rank, the same for its peers; None elsewhere. Collective on `down`."""
         with _explained():
             if table is None:
-                self._wait(self.down.scatter([torch.from_numpy(mine)], [], options))
-                size = int(mine[:4].view("<u4")[0])
-                if size <= room:
-                    return mine
-                rest = np.empty(size - room, np.uint8)
-                self.down.recv([torch.from_numpy(rest)], 0, 0).wait()
-                return np.concatenate([mine, rest])
-            num_peers, sizes = self.peers.shape[1], _sizes(table)
-            sent = np.zeros((len(table), room), np.uint8)
-            sent[:, : min(room, table.shape[1])] = table[:, :room]
-            rows = list(torch.from_numpy(np.repeat(sent, num_peers, axis=0)).unbind())
-            self._wait(self.down.scatter([torch.from_numpy(mine)], [rows], options))
-            for rank in np.flatnonzero(sizes > room).tolist():
-                beyond = torch.from_numpy(table[rank, room : sizes[rank]].copy())
-                for at in range(max(1, rank * num_peers), (rank + 1) * num_peers):
-                    self.down.send([beyond], at, 0).wait()
+                row, patience = np.empty(_ROOM, np.uint8), 2 * self.timeout  # the lead may come late, and others later
+                self.down.recv([torch.from_numpy(row)], 0, 0).wait(patience)
+                if (size := int(row[:4].view("<u4")[0])) > _ROOM:
+                    row = np.concatenate([row, np.empty(size - _ROOM, np.uint8)])
+                    self.down.recv([torch.from_numpy(row[_ROOM:])], 0, 0).wait(patience)
+                return row
+            num_peers = self.peers.shape[1]
+            sent = [
+                self.down.send([part], at, 0)
+                for at in range(1, self.peers.size)
+                for part in _parts(table[at // num_peers])
+            ]
+            for work in sent:
+                work.wait(self.timeout)
             lead: Bytes = table[0]
             return lead
 
@@ -215,47 +218,47 @@ class Communicators:
         """The values of all ranks and their peers at the lead; None elsewhere. Collective on `up`."""
         if self.up is None:
             return [value]
-        table = self.gather(_packed(value), _OBJECT_ROOM)
-        return None if table is None else [_unpacked(row) for row in table]
+        if self.leads:
+            return [_unpacked(row) for row in self.gather(_packed(value))]
+        self.send(_packed(value))
+        return None
 
     def broadcast_object(self, value: Any) -> Any:
         """The lead's value. Collective on `down`."""
         if self.up is None:
             return value
         table = np.tile(_packed(value), (len(self.peers), 1)) if self.leads else None
-        return _unpacked(self.scatter(table, _OBJECT_ROOM))
+        return _unpacked(self.scatter(table))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """After which a collective fails."""
-        for group in (self.up, self.down, self.data):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        self.timeout = timeout
+        dist.distributed_c10d._set_pg_timeout(timeout, self.data)
+
+    def fail(self) -> None:
+        """Ends all that is under way between the ranks, here and on the others."""
+        if self.failed:
+            return
+        self.failed = True
+        for group in (self.up, self.down):
+            with suppress(RuntimeError):  # by which Gloo gives up its connections
+                group.recv([torch.empty(1, dtype=torch.uint8)], 0 if self.rank or self.peer else 1, 1).wait(_AT_ONCE)
 
     def release(self) -> None:
         """Leaves them to the next stream."""
         self.closed = True
         self.free.set()
 
-    def _wait(self, work: dist.Work) -> None:
-        """Waits for a collective, by short waits, since one that has failed elsewhere ends none that is under way."""
-        while True:
-            try:
-                work.wait(_LOOK)
-                return
-            except RuntimeError:
-                if work.is_completed():  # failed, or done just after that wait: the next one tells
-                    work.wait()
-                    return
-            if self.failed:
-                raise RuntimeError("another collective or the move of a batch has failed, and with it this one")
 
-
-def _sizes(table: Bytes) -> NDArray[np.uint32]:
-    return table[:, :4].copy().view("<u4")[:, 0]
+def _parts(row: Bytes) -> list[torch.Tensor]:
+    """A byte string as it is sent: what fits where nobody knows its length yet, and the rest."""
+    size, whole = int(row[:4].view("<u4")[0]), torch.from_numpy(row)
+    return [whole[:size]] if size <= _ROOM else [whole[:_ROOM], whole[_ROOM:size]]
 
 
 def _packed(value: Any) -> Bytes:
     data = pickle.dumps(value)
-    return np.frombuffer((8 + len(data)).to_bytes(8, "little") + data, np.uint8)
+    return np.frombuffer(bytearray((8 + len(data)).to_bytes(8, "little") + data), np.uint8)
 
 
 def _unpacked(row: Bytes) -> Any:
@@ -298,12 +301,13 @@ def _make(membership: Membership, timeout: timedelta, peers: NDArray[np.int64] |
         peers = _grid(membership, timeout) if peers is None else peers
         everyone = tuple(peers.ravel().tolist())
         return Communicators(
-            up=make_group(everyone, "gloo", timeout, use="/up"),
-            down=make_group(everyone, "gloo", timeout, use="/down"),
+            up=make_group(everyone, "gloo", timeout, use="/up")._get_backend(_CPU),
+            down=make_group(everyone, "gloo", timeout, use="/down")._get_backend(_CPU),
             data=make_group(membership.ranks, membership.backend, timeout, use="/data"),
             peers=peers,
             rank=membership.place[0],
             peer=membership.peers.index(membership.rank),
+            timeout=timeout,
         )
 
 

@@ -23,7 +23,7 @@ from evenkeel.partitioning.stages import plan_round, slice_round
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Contributions, schema_number
 from trainer_client.balancing.decide import NAMES, Decision, Rules, decide, spread
-from trainer_client.balancing.directive import END, NO_LOADS, Extras, pack_directives, set_room
+from trainer_client.balancing.directive import END, NO_LOADS, Extras, pack_directives
 from trainer_client.balancing.errors import ResumeError, SchemaMismatchError
 from trainer_client.balancing.groups import Bytes
 from trainer_client.balancing.kernels import Kernels
@@ -31,7 +31,6 @@ from trainer_client.balancing.report import Mode, Reason
 
 logger = logging.getLogger(__name__)
 
-_ROOM = 1 << 10  # bytes that rooms of gathers and scatters are multiples of
 _MOST_SCHEMAS = 64  # that are remembered; a stream's batches have one, or some widths of padding
 
 
@@ -123,7 +122,6 @@ class Lead:
         self._rules, self._options, self._templates, self._stages = rules, options, templates, stages
         hosts = {host: number for number, host in enumerate(dict.fromkeys(nodes))}
         self._nodes = np.array([hosts[host] for host in nodes], np.int32) if len(hosts) > 1 else None
-        self._room_up = self._room_down = _ROOM
 
     def want(self, number: int) -> None:
         """The lead's own loop has come for the batches of a round: what is not planned by now is planned here."""
@@ -137,10 +135,9 @@ class Lead:
 
     def begin(self, number: int, contributions: Contributions) -> Round:
         """Decides what a round does, and asks for its plan."""
-        self._room_up = _room(self._room_up, int(contributions.headers["size"].max()))
         round_ = Round(
             number=number, contributions=contributions, decision=END, options=self._options,
-            extras=Extras(world_size=self.world_size, room_up=self._room_up),
+            extras=Extras(world_size=self.world_size),
         )  # fmt: skip
         try:
             round_.decision = decision = decide(contributions, self._rules, number)
@@ -169,9 +166,7 @@ class Lead:
             self._templates.sent = round_.extras.template or self._templates.sent
         except Exception as error:
             failed = self._failed(round_.number, error)
-            table = pack_directives(Extras(decision=failed, world_size=self.world_size, room_up=round_.extras.room_up))
-        self._room_down = _room(self._room_down, table.shape[1])
-        set_room(table, self._room_down)
+            return pack_directives(Extras(decision=failed, world_size=self.world_size))
         return table
 
     def _failed(self, number: int, error: Exception) -> Decision:
@@ -179,10 +174,6 @@ class Lead:
             logger.error("%s: round %d could not be made", self._rules.name, number, exc_info=error)
             error = RuntimeError(f"the lead (rank 0) could not make a round: {type(error).__name__}: {error}")
         return Decision(mode=Mode.END, error=error)
-
-
-def _room(room: int, needed: int) -> int:
-    return room if needed <= room else -(-needed * 5 // 4 // _ROOM) * _ROOM
 
 
 class Planning(Stage):

@@ -1,9 +1,10 @@
 """A rank's part in the rounds of a stream: what it says goes up, what it is to do comes down.
 
-Two threads, each with a communicator of its own: contributions of later rounds do not wait for directives of earlier
-ones. Every rank contributes to every round once, in order. At most `depth` rounds are under way, so that all ranks know
-of a pass that ends at round r before anybody contributes to round r + depth, where the next one begins. To the rounds
-between all contribute, some of them nothing, and nobody waits for directives of these.
+A thread follows directives, another one gathers at the lead, each with a communicator of its own: contributions of
+later rounds do not wait for directives of earlier ones. Every rank contributes to every round once, in order, in
+whichever thread finds that it may. At most `depth` rounds are under way, so that all ranks know of a pass that ends at
+round r before anybody contributes to round r + depth, where the next one begins. To the rounds between all contribute,
+some of them nothing, and nobody waits for directives of these.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from trainer_client.balancing.reading import Measured
 from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
 from trainer_client.balancing.splitting import Splits
 
-FIRST_ROOM = 4096
 _NOTHING = Contribution(state=State.NOTHING)
 
 
@@ -93,16 +93,13 @@ class Ticket:
         return self.future.result()
 
 
-@dataclass(frozen=True, slots=True)
-class _Until:
-    """Contribute nothing to the rounds before this one, as their pass has ended."""
-
-    number: int
-
-
 @dataclass(slots=True)
 class Clock:
-    """Which rounds and passes a rank is in; a state without threads or waiting, of which `tests/model` visits all."""
+    """Which rounds and passes a rank is in; a state without threads or waiting, of which `tests/model` visits all.
+
+    One thread contributes at a time and one follows directives: `done` comes last, so that who sees a free round knows
+    of an end before it.
+    """
 
     depth: int  # rounds under way at most
     next_up: int = 0  # the round to contribute to
@@ -131,10 +128,10 @@ class Clock:
 
     def directed(self, number: int, *, ends: bool) -> None:
         """The directive of a round has come, which may end the pass."""
-        self.done = number + 1
         if ends:
-            self.done = self.void_until = self.first_round = number + self.depth
             self.pass_number += 1
+            self.void_until = self.first_round = number + self.depth
+        self.done = number + (self.depth if ends else 1)
 
 
 class Rounds:
@@ -183,11 +180,11 @@ class Rounds:
         self.template = directive.template
         if directive.extras.fit is not None:
             self._fits.append((ticket.number + self.clock.depth, directive.extras.fit[0]))
-        self.clock.directed(ticket.number, ends=directive.decision.ends)
         if directive.ended:
             self._end = directive.decision
         elif directive.decision.last:
             self._end = Decision(mode=Mode.END, reason=Reason.TOO_FEW_SAMPLES, batches=())
+        self.clock.directed(ticket.number, ends=directive.decision.ends)
         return directive
 
     def _settle(self, ticket: Ticket, directive: Directive, *, took_place: bool = True) -> None:
@@ -221,28 +218,29 @@ class SharedRounds(Rounds):
         """Begins with round 0, once something is put; `name` is the loader's."""
         super().__init__(lead, counters, template, depth)
         self._name, self._communicators = name, communicators
-        self._queue: SimpleQueue[Ticket | _Until | None] = SimpleQueue()
-        self._gathered: SimpleQueue[tuple[Ticket, Round | None] | None] = SimpleQueue()
-        self._changed = threading.Condition()
-        self._rooms: deque[tuple[int, int]] = deque()  # from which round on, contributions have how much room
-        self._room_up = self._room_down = FIRST_ROOM
+        # Of what is no ticket, a number means to contribute nothing to rounds before it, as their pass has ended.
+        self._queue: deque[Ticket | int | None] = deque()
+        self._contributing = threading.Lock()
+        self._to_gather: SimpleQueue[tuple[Ticket, Bytes] | None] = SimpleQueue()  # at the lead
+        self._to_follow: SimpleQueue[tuple[Ticket, Round | None] | None] = SimpleQueue()
         self._failure: BaseException | None = None
         self._open: deque[Ticket] = deque()  # that may not be resolved yet
         self._threads: list[threading.Thread] = []
 
     def put(self, ticket: Ticket) -> None:
-        """Queues a ticket; takes no lock, so that a collected generator may call it."""
+        """Contributes as soon as that may be; waits for no lock, so that a collected generator may call it."""
         while self._open and self._open[0].future.done():
             self._open.popleft()
         self._open.append(ticket)
-        self._queue.put(ticket)
         if self._failure is not None:
             _fail(ticket, self._failure)
         if not self._threads:
-            for work in (self._contribute, self._follow):
+            for work in (self._follow,) if self._lead is None else (self._gather, self._follow):
                 thread = threading.Thread(target=work, name=f"evenkeel-{self._name}-{work.__name__[1:]}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
+        self._queue.append(ticket)
+        self._advance()
 
     def want(self, ticket: Ticket) -> None:
         """The loop waits for a ticket's directive: what is not planned by now is planned at once."""
@@ -253,7 +251,8 @@ class SharedRounds(Rounds):
     def close(self, seconds: float | None = None) -> bool:
         """Ends after what has been queued, waiting at most so long, or until collectives time out; whether it has."""
         until = None if seconds is None else time.monotonic() + seconds
-        self._queue.put(None)
+        self._queue.append(None)
+        self._advance()
         for thread in self._threads:
             thread.join(None if until is None else max(0.0, until - time.monotonic()))
         ended = not any(thread.is_alive() for thread in self._threads)
@@ -263,56 +262,78 @@ class SharedRounds(Rounds):
 
     # ------------------------------------------------------------------ up
 
-    def _contribute(self) -> None:
-        while (ticket := self._queue.get()) is not None:
+    def _advance(self) -> None:
+        """Contributes what is queued and may go; where another thread does, that one looks again when it is through."""
+        while self._may_go() and self._contributing.acquire(blocking=False):
             try:
-                if isinstance(ticket, _Until):
-                    while self.clock.next_up < ticket.number:
-                        self._gather(Ticket(-1, _NOTHING))
-                elif self._takes_place(ticket):
-                    self._gather(ticket)
+                if self._may_go():
+                    self._take(self._queue.popleft())
             except BaseException as error:
                 self.fail(error)
-        self._gathered.put(None)
+            finally:
+                self._contributing.release()
 
-    def _takes_place(self, ticket: Ticket) -> bool:
-        """Waits until fewer than `depth` rounds are under way; False if the ticket's pass is over by then."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.clock.is_free or self.clock.is_over(ticket.pass_number) or self._failure is not None
-            )
-            if self._failure is not None:
-                return False
-            over = self.clock.is_over(ticket.pass_number)
-        if over:
-            self._settle(ticket, Directive(decision=self._end), took_place=False)
-        return not over
+    def _may_go(self) -> bool:
+        try:
+            item = self._queue[0]
+        except IndexError:
+            return False
+        if not isinstance(item, Ticket) or self._failure is not None:
+            return True
+        return self.clock.is_free or self.clock.is_over(item.pass_number)
 
-    def _gather(self, ticket: Ticket) -> None:
-        communicators, number = self._communicators, self.clock.next_up
-        while self._rooms and self._rooms[0][0] <= number:
-            self._room_up = self._rooms.popleft()[1]
-        ticket.number = number
+    def _take(self, item: Ticket | int | None) -> None:
+        if item is None:
+            (self._to_follow if self._lead is None else self._to_gather).put(None)
+        elif self._failure is not None:
+            return
+        elif isinstance(item, int):
+            while self.clock.next_up < item:
+                self._contribute(Ticket(-1, _NOTHING))
+        elif self.clock.is_over(item.pass_number):
+            self._to_follow.put((item, None))
+        else:
+            self._contribute(item)
+
+    def _contribute(self, ticket: Ticket) -> None:
+        communicators = self._communicators
         packed = ticket.contribution.pack(arrays=communicators.peer == 0)
-        table = communicators.gather(packed, self._room_up)
-        round_ = None
-        if self._lead is not None and table is not None:
-            if ticket.wanted:
-                self._lead.want(number)
-            if self.clock.takes_place(number):
-                round_ = self._lead.begin(number, Contributions(table, communicators.peers.shape[1]))
-        self.clock.contributed()
-        self._gathered.put((ticket, round_))
+        ticket.number = self.clock.contributed()
+        if self._lead is not None:
+            self._to_gather.put((ticket, packed))
+            return
+        communicators.flush(2 * self.clock.depth)  # the lead has taken those before
+        communicators.send(packed)
+        self._to_follow.put((ticket, None))
+
+    def _gather(self) -> None:
+        """At the lead: has the contributions of all to each round."""
+        assert self._lead is not None
+        while (entry := self._to_gather.get()) is not None:
+            ticket, packed = entry
+            try:
+                if self._failure is not None:
+                    continue
+                table = self._communicators.gather(packed)
+                round_ = None
+                if ticket.wanted:
+                    self._lead.want(ticket.number)
+                if self.clock.takes_place(ticket.number):
+                    round_ = self._lead.begin(ticket.number, Contributions(table, self._communicators.peers.shape[1]))
+                self._to_follow.put((ticket, round_))
+            except BaseException as error:
+                self.fail(error)
+        self._to_follow.put(None)
 
     # ------------------------------------------------------------------ down
 
     def _follow(self) -> None:
-        while (entry := self._gathered.get()) is not None:
+        while (entry := self._to_follow.get()) is not None:
             ticket, round_ = entry
             try:
                 if self._failure is not None:
                     continue
-                if self.clock.takes_place(ticket.number):
+                if ticket.number >= 0 and self.clock.takes_place(ticket.number):
                     self._receive(ticket, round_)
                     continue
                 if round_ is not None and round_.call is not None:
@@ -320,29 +341,27 @@ class SharedRounds(Rounds):
                 self._settle(ticket, Directive(decision=self._end), took_place=False)
             except BaseException as error:
                 self.fail(error)
+        with suppress(RuntimeError):  # who had waited for this rank has heard of it
+            self._communicators.flush()
 
     def _receive(self, ticket: Ticket, round_: Round | None) -> None:
         table = None if self._lead is None or round_ is None else self._lead.directives(round_)
-        row = self._communicators.scatter(table, self._room_down)
-        with self._changed:
-            directive = self._directed(ticket, row, self._communicators.rank)
-            self._room_down = directive.room_down
-            self._rooms.append((ticket.number + self.clock.depth, directive.extras.room_up))
-            if directive.decision.ends:  # before the loop hears of it, which may begin the next pass
-                self._queue.put(_Until(self.clock.void_until))
-            self._changed.notify_all()
+        row = self._communicators.scatter(table)
+        directive = self._directed(ticket, row, self._communicators.rank)
+        if directive.decision.ends:  # before the loop hears of it, which may begin the next pass
+            self._queue.append(self.clock.void_until)
+        self._advance()
         self._settle(ticket, directive)
 
     def fail(self, error: BaseException) -> None:
         """Wakes everybody at once."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._communicators.failed = True
-            self._changed.notify_all()
+        self._failure = self._failure or error
+        self._communicators.fail()
         if self._lead is not None:
             self._lead.close()
         for ticket in list(self._open):
             _fail(ticket, self._failure)
+        self._advance()
 
 
 def _dropped(directive: Directive, num_samples: int) -> int:
