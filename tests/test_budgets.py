@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (13529, 9500),
-    "services": (4445, 4500),
-    "services/balancer": (1752, 2000),
-    "trainer_client": (21242, 15000),
-    "trainer_client/balancing": (10933, 8000),
-    "tests": (29563, 20000),
-    "benchmarks": (8037, 8000),
+    "services": (4482, 4500),
+    "services/balancer": (1789, 2000),
+    "trainer_client": (21254, 15000),
+    "trainer_client/balancing": (10945, 8000),
+    "tests": (29579, 20000),
+    "benchmarks": (8117, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
 
