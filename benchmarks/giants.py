@@ -81,7 +81,7 @@ def samples_of(batches: NDArray[np.int64], node: int) -> RoundSamples:
         costs=spans.whole,
         lengths=own[:, None],
         nodes=(np.arange(ranks) // node).astype(np.int32),
-        divisible=Divisible(samples=which, first_items=np.zeros(which.size), spans=spans.take(which)).table,
+        divisible=Divisible.with_spans(spans.take(which), which, np.zeros(which.size)).table,
         roles=np.ones(1, np.int64),
     )
 

@@ -115,7 +115,7 @@ def _samples(lengths: NDArray[np.int64], linear: float, pairs: float) -> RoundSa
         batch_sizes=np.full((ranks, batches), each, np.int64),
         costs=spans.whole,
         lengths=own.reshape(-1, 1),
-        divisible=Divisible(samples=which, first_items=np.zeros(which.size), spans=spans.take(which)).table,
+        divisible=Divisible.with_spans(spans.take(which), which, np.zeros(which.size)).table,
         roles=np.ones(1, np.int64),
     )
 

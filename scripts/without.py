@@ -63,9 +63,9 @@ ROOMS = {
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
     "splits": Room(
-        files=("evenkeel/partitioning/splits/stage.py", "evenkeel/partitioning/splits/cutting.py"),
+        files=("evenkeel/partitioning/split_search.py", "evenkeel/partitioning/split_cuts.py"),
         lines={"evenkeel/partitioning/stages.py": ("split_heavy",), f"{_BALANCING}/stages.py": ("Splitting",)},
-        words=r"partitioning\.splits|SplitOptions",
+        words=r"partitioning\.split|SplitOptions",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
     "users": Room(
@@ -84,7 +84,7 @@ ROOMS = {
         files=("evenkeel/partitioning/memory.py",),
         lines={
             "evenkeel/partitioning/api.py": ("with_caps", "check_fits", "if memory_caps is not None"),
-            "evenkeel/partitioning/splits/stage.py": ("with_caps", "check_fits", "_placements"),
+            "evenkeel/partitioning/split_search.py": ("with_caps", "check_fits", "_placements"),
             "evenkeel/partitioning/users.py": ("memory",),
         },
         words=r"memory_caps?\b|partitioning\.memory",

@@ -22,7 +22,7 @@ from evenkeel.partitioning.api import (
 )
 from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.slices import Lengths, Slice
-from evenkeel.partitioning.splits import Cuts, RoundParts, SplitOptions, SplitSample
+from evenkeel.partitioning.splits import WIDTH, Cuts, Divisible, RoundParts, SplitOptions, SplitSample, arrivals
 
 _FEW_FIELDS = 8  # up to which sums over a row are fastest column by column
 
@@ -101,6 +101,32 @@ class RoundSamples(_Samples):
         """(m,) the number of each of some samples among those of its home."""
         counts = self.counts_at_home
         return np.asarray(samples - (np.cumsum(counts) - counts)[self.homes[samples]])
+
+    def parts(
+        self, begins: NDArray[np.int64], destinations: NDArray[np.int32], steps: NDArray[np.int32] | None
+    ) -> RoundParts:
+        """Of the first item of each part, of the rank and of the batch that train it.
+
+        Raises:
+            ValueError: If a sample is split that may not be.
+        """
+        of = np.cumsum(begins == 0) - 1
+        batches = np.zeros(of.size, np.int64) if steps is None else steps.astype(np.int64)
+        split = np.flatnonzero(np.bincount(of)[of] > 1)
+        split = split[np.argsort(batches[split], kind="stable")]
+        table = np.empty((0, WIDTH)) if self.divisible is None else self.divisible
+        if not np.isin(of[split], table[:, 0]).all():
+            raise ValueError("samples are split that may not be")
+        spans, items = Divisible.of_table(table[np.searchsorted(table[:, 0], of[split])]), begins[split]
+        firsts = np.where(items > 0, spans.first_items + items * spans.granule, 0)
+        ends = np.where(np.append(items[1:], 0) > 0, np.append(firsts[1:], 0), spans.positions)
+        arriving = arrivals(batches * self.num_ranks + destinations)[split]
+        columns = (
+            batches[split], of[split], spans.context, spans.candidates, destinations[split], arriving, firsts, ends
+        )  # fmt: skip
+        with np.errstate(invalid="ignore"):  # what is read may begin beyond any position, where no piece is
+            pieces = np.stack(columns, axis=1).astype(np.int64)
+        return RoundParts(samples=self.numbers_at_home(of), begins=begins, pieces=pieces)
 
     @property
     def home_loads(self) -> NDArray[np.float64]:

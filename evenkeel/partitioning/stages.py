@@ -16,7 +16,7 @@ import numpy as np
 from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples, partition_batches
 from evenkeel.partitioning.slices import Slices, slices_of
-from evenkeel.partitioning.splits.stage import split_heavy
+from evenkeel.partitioning.split_search import split_heavy
 from evenkeel.partitioning.users import gather_users
 from evenkeel.partitioning.windows import gather_heavy
 

@@ -34,7 +34,7 @@ def warm_up() -> None:
     )  # fmt: skip
     plan_round(samples, RoundOptions())
     spans = SpanCosts.of([900, 9, 9], per_position=1)
-    divisible = Divisible(samples=np.array([0]), first_items=np.zeros(1), spans=spans.take([0]))
+    divisible = Divisible.with_spans(spans.take([0]), np.array([0]), np.zeros(1))
     samples = RoundSamples(
         batch_sizes=np.array([[2], [1]]), costs=spans.whole, lengths=spans.positions[:, None].astype(np.int64),
         divisible=divisible.table, roles=np.ones(1, np.int64),

@@ -25,10 +25,8 @@ from evenkeel.partitioning.splits import MOST as MOST_DIVISIBLE
 from evenkeel.partitioning.splits import (
     PIECE_WIDTH,
     WIDTH,
-    Divisible,
     RoundParts,
     SplitOptions,
-    arrivals,
     check_splits,
     check_table,
     read_splits,
@@ -382,44 +380,22 @@ def _read_parts(
     of = np.cumsum(first) - 1
     if not first[0] or int(of[-1]) + 1 != total or (np.diff(begins)[~first[1:]] <= 0).any():
         raise InvalidMessage("part_begins", f"of {int(first.sum())} samples", f"cut {total} samples, ascending")
-    if (own != samples.numbers_at_home(of)).any():
-        raise InvalidMessage("part_samples", "other samples", "number those of each home from 0")
     rows = len(message.pieces) // (PIECE_WIDTH * _I8.itemsize)
     pieces = _array(message, "pieces", rows * PIECE_WIDTH, _I8).reshape(rows, PIECE_WIDTH)
+    try:
+        parts = samples.parts(begins, destinations, steps)
+    except ValueError:
+        raise InvalidMessage("part_begins", "of samples that may not be split", "leave those whole") from None
     try:
         for batch in read_splits(pieces, samples.num_batches):
             check_splits(batch, samples.num_ranks)
     except ValueError as error:
         raise InvalidMessage("pieces", "no pieces of samples", str(error)) from None
-    order = np.lexsort((pieces[:, 6], pieces[:, 1]))
-    expected = _pieces_of(of, begins, destinations, np.zeros_like(destinations) if steps is None else steps, samples)
-    if not np.array_equal(pieces[order], expected):
+    if not np.array_equal(own, parts.samples):
+        raise InvalidMessage("part_samples", "other samples", "number those of each home from 0")
+    if not np.array_equal(pieces, parts.pieces):
         raise InvalidMessage("pieces", "others than the parts", "send the positions, ranks and arrival of each part")
-    return RoundParts(samples=own, begins=begins, pieces=pieces)
-
-
-def _pieces_of(
-    of: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    destinations: NDArray[np.int32],
-    steps: NDArray[np.int32],
-    samples: RoundSamples,
-) -> NDArray[np.int64]:
-    """(pieces, PIECE_WIDTH) of the samples in several parts, by sample and position."""
-    split = np.bincount(of)[of] > 1
-    table = np.empty((0, WIDTH)) if samples.divisible is None else samples.divisible
-    known = Divisible.of_table(table[np.isin(table[:, 0], of[split])])
-    if not np.array_equal(known.samples, np.unique(of[split])):
-        raise InvalidMessage("part_begins", "of samples that may not be split", "leave those whole")
-    arriving = arrivals(steps.astype(np.int64) * samples.num_ranks + destinations)[split]
-    mine = np.searchsorted(known.samples, of[split])
-    spans, items = known.spans.take(mine), begins[split]
-    firsts = np.where(items > 0, known.first_items[mine] + items * spans.granule, 0)
-    ends = np.where(np.append(items[1:], 0) > 0, np.append(firsts[1:], 0), spans.positions)
-    # forged begins may be beyond any position: as numbers then, which no piece has
-    columns = steps[split], of[split], spans.context, spans.candidates, destinations[split], arriving, firsts, ends
-    with np.errstate(invalid="ignore"):
-        return np.stack(columns, axis=1).astype(np.int64)
+    return parts
 
 
 # ------------------------------------------------------------------------------------------------- what both share

@@ -113,7 +113,7 @@ def divisible_samples(
         if (spans.num_cuts > 0).any():
             _warn("its spans are not those of its costs, or of the fields in BatchSpec.sequence")
         return None
-    table = Divisible(samples=chosen[fits], first_items=first_items[fits], spans=spans.take(fits)).table
+    table = Divisible.with_spans(spans.take(fits), chosen[fits], first_items[fits]).table
     if problem := check_table(table, costs):
         _warn(f"spans{problem}")
         return None

@@ -144,7 +144,7 @@ def draw_split(rng: Rng) -> tuple[SpanCosts, NDArray[np.int32], int, dict[str, A
         mean = float(spans.positions.sum()) / num_ranks
         options |= {"memory": spans.positions, "memory_caps": np.full(num_ranks, mean * rng.uniform(0.5, 4) + 1)}
     which = np.flatnonzero(rng.random(n) < 0.8)
-    divisible = Divisible(samples=which, first_items=spans.head[which], spans=spans.take(which))
+    divisible = Divisible.with_spans(spans.take(which), which, spans.head[which])
     assert check_table(divisible.table, spans.whole) == ""
     scaled = one_of(rng, 10.0 ** rng.uniform(-20, 20, 3), float(spans.whole.mean()) * 10.0 ** rng.uniform(-5, 0, 3))
     prices = np.where(rng.random(3) < 0.5, 0.0, scaled).tolist()

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches
+from evenkeel.partitioning.split_search import split_batch
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
-from evenkeel.partitioning.splits.stage import split_batch
 from tests.evenkeel.partitioning.instances import round_of
 from tests.evenkeel.partitioning.reference import Traffic
 from tests.evenkeel.partitioning.test_fuzz import check_parts
@@ -24,7 +24,7 @@ from tests.evenkeel.partitioning.test_fuzz import check_parts
 def divisible_of(spans: SpanCosts, which: list[int] | None = None) -> Divisible:
     """All samples, or some, as those that may be split."""
     samples = np.arange(len(spans)) if which is None else np.array(which, np.int64)
-    return Divisible(samples=samples, first_items=np.zeros(samples.size), spans=spans.take(samples))
+    return Divisible.with_spans(spans.take(samples), samples, np.zeros(samples.size))
 
 
 def planned(

@@ -44,7 +44,7 @@ def test_batches_with_samples_in_parts_are_planned_as_without_users(num_steps: i
     lengths = rng.integers(20, 60, steps.size)
     lengths[heavy] = 3000
     spans = SpanCosts.of(lengths, per_position=1)
-    divisible = Divisible(samples=np.array([heavy]), first_items=np.zeros(1), spans=spans.take([heavy]))
+    divisible = Divisible.with_spans(spans.take([heavy]), np.array([heavy]), np.zeros(1))
     call = {
         "costs": spans.whole, "homes": np.repeat(np.arange(4), 10 * num_steps), "steps": steps, "num_ranks": 4,
         "num_steps": num_steps, "sizes": spans.positions, "divisible": divisible.table, "split": SplitOptions(),

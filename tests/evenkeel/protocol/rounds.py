@@ -54,7 +54,7 @@ def split_samples(items: NDArray[np.int64], batch_sizes: NDArray[np.int64], rng:
     """Samples of so many items, of which the long ones may be split."""
     spans = SpanCosts.of(HEAD + GRANULE * items, context=HEAD, per_position=20, per_pair=1, granule=GRANULE)
     heavy = np.flatnonzero(items > 60)
-    divisible = Divisible(samples=heavy, first_items=np.full(heavy.size, float(HEAD)), spans=spans.take(heavy))
+    divisible = Divisible.with_spans(spans.take(heavy), heavy, np.full(heavy.size, float(HEAD)))
     assert check_table(divisible.table, spans.whole) == ""
     return RoundSamples(
         batch_sizes=batch_sizes,

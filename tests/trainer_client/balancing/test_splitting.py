@@ -29,4 +29,4 @@ def test_items_come_behind_the_context(context: int, candidates: int, includes: 
     found = Divisible.of_table(table)
     assert found.samples.tolist() == [1]
     assert found.first_items.tolist() == [context]
-    assert found.spans.positions.tolist() == [context + 400 + (0 if includes else candidates)]
+    assert found.positions.tolist() == [context + 400 + (0 if includes else candidates)]

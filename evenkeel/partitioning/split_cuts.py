@@ -6,15 +6,14 @@ what it passes on.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import kernel, step
-from evenkeel.partitioning.splits.samples import SpanCosts
-from evenkeel.partitioning.splits.samples import step_before as _before
+from evenkeel.partitioning.splits import step_before as _before
+from evenkeel.partitioning.splits import step_cuts as _cuts
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -47,19 +46,6 @@ class Machine(NamedTuple):
     nodes: Integers
     within: float
     between: float
-
-
-_NAMES = (*(field.name for field in fields(SpanCosts)), "first_cut", "num_cuts")
-SPAN = np.dtype([(name, np.float64) for name in _NAMES])
-"""What the kernels know of a sample."""
-
-
-def table_of(spans: SpanCosts) -> NDArray[Any]:
-    """(n,) of `SPAN`."""
-    table = np.empty(len(spans), SPAN)
-    for name in _NAMES:
-        table[name] = getattr(spans, name)
-    return table
 
 
 @step
@@ -131,18 +117,19 @@ def measure(base: Floats, pieces: Pieces, machine: Machine) -> tuple[Floats, Flo
 def _cut(pieces: Pieces, sample: int, shares: Floats) -> None:
     """Cuts a sample so that its pieces cost what their shares say, as nearly as may be."""
     span, first, last = pieces.table[sample], pieces.firsts[sample], pieces.firsts[sample + 1]
-    count, place, wanted = np.int64(span.num_cuts), np.int64(-1), 0.0
+    count, first_cut = np.int64(_cuts(span)), span.head + span.granule
+    place, wanted = np.int64(-1), 0.0
     for i in range(first, last - 1):
         wanted += shares[i]
         low, high = place + 1, count - (last - 1 - i)  # a place for each cut that follows
         least = low
         while low < high:
             middle = (low + high) // 2
-            if _before(span, span.first_cut + middle * span.granule) < wanted:
+            if _before(span, first_cut + middle * span.granule) < wanted:
                 low = middle + 1
             else:
                 high = middle
-        at = span.first_cut + low * span.granule
+        at = first_cut + low * span.granule
         if low > least:
             below = at - span.granule
             if wanted - _before(span, below) <= _before(span, at) - wanted:

@@ -27,7 +27,7 @@ from evenkeel.partitioning.problem import (
 )
 from evenkeel.partitioning.registry import strategy_named
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples, partition_batches
-from evenkeel.partitioning.splits.cutting import (
+from evenkeel.partitioning.split_cuts import (
     Machine,
     Pieces,
     divide,
@@ -36,10 +36,8 @@ from evenkeel.partitioning.splits.cutting import (
     pieces_at,
     place_pieces,
     recut,
-    table_of,
 )
-from evenkeel.partitioning.splits.parts import RoundParts, arrivals
-from evenkeel.partitioning.splits.samples import Divisible
+from evenkeel.partitioning.splits import SPAN, Divisible
 
 # Times of ranks, over an even division, at which samples have as few pieces as may be: the lower, the more pieces.
 LEVELS = (1.0, 1.04, 1.08, 1.13, 1.2, 1.35, 0.7)
@@ -147,24 +145,18 @@ def _not_in_parts_either(error: PartitionError, one: RoundSamples, options: Roun
 
 def _joined(samples: RoundSamples, steps: Ranks | None, owns: list[Integers], plans: list[RoundPlan]) -> RoundPlan:
     """The plan of a round, of one of each batch, whose samples are `owns`."""
-    of, begins, pieces = [], [], []
-    for batch, (own, plan) in enumerate(zip(owns, plans, strict=True)):
-        begins.append(np.zeros(own.size, np.int64) if plan.parts is None else plan.parts.begins)
-        of.append(own[np.cumsum(begins[-1] == 0) - 1])
-        if plan.parts is not None:
-            table = plan.parts.pieces.copy()
-            table[:, 0], table[:, 1] = batch, own[table[:, 1]]
-            pieces.append(table)
-    order = np.lexsort((np.concatenate(begins), np.concatenate(of)))
-    every = np.concatenate(of)[order]
+    every = [
+        np.zeros(own.size, np.int64) if p.parts is None else p.parts.begins for own, p in zip(owns, plans, strict=True)
+    ]
+    of = np.concatenate([own[np.cumsum(begins == 0) - 1] for own, begins in zip(owns, every, strict=True)])
+    begins = np.concatenate(every)
+    order = np.lexsort((begins, of))
+    destinations = np.concatenate([plan.destinations for plan in plans])[order]
+    steps = None if steps is None else steps[of[order]]
     return RoundPlan(
-        destinations=np.concatenate([plan.destinations for plan in plans])[order],
-        steps=None if steps is None else steps[every],
-        parts=RoundParts(
-            samples=samples.numbers_at_home(every),
-            begins=np.concatenate(begins)[order],
-            pieces=np.concatenate(pieces),
-        ),
+        destinations=destinations,
+        steps=steps,
+        parts=samples.parts(begins[order], destinations, steps),
         loads_before=samples.home_loads,
         loads_after=np.concatenate([plan.loads_after for plan in plans]),
         batches=tuple(plan.batches[0] for plan in plans),
@@ -209,9 +201,8 @@ class _Search:
         num_ranks = samples.num_ranks
         self._samples, self._options, self._num_ranks = samples, options, num_ranks
         self._costs, self._homes, self._sizes = samples.costs.astype(np.float64), samples.homes, samples.moving_sizes
-        divisible = Divisible.of_table(samples.divisible)
-        self._divisible, self._first_items, self._spans = divisible.samples, divisible.first_items, divisible.spans
-        self._table = table_of(self._spans)
+        self._spans = Divisible.of_table(samples.divisible)
+        self._divisible, self._table = self._spans.samples, np.ascontiguousarray(samples.divisible).view(SPAN)[:, 0]
         self._own = self._costs[self._divisible]  # costs of those that may be split
         self._fixed = options.split.fixed
         self._speeds = np.array(options.speeds, np.float64) if options.speeds else np.ones(num_ranks)
@@ -377,13 +368,13 @@ class _Search:
         used = self._memory[plan.samples[:num_whole]]
         room = self._caps - np.bincount(plan.ranks[:num_whole], used, self._num_ranks)
         for number, (first, last) in enumerate(pairwise(firsts.tolist())):
-            own, span, order = ranks[first:last], self._table[plan.split[number]], np.arange(last - first - 1)
+            own, span, order = ranks[first:last], self._spans.take(plan.split[number]), np.arange(last - first - 1)
             share = np.cumsum(np.maximum(room[own], np.finfo(np.float64).tiny))
-            cuts = np.rint((share[:-1] / share[-1] * span["positions"] - span["first_cut"]) / span["granule"])
+            cuts = np.rint((share[:-1] / share[-1] * span.positions - span.first_cut) / span.granule)
             cuts = np.maximum.accumulate(np.maximum(cuts, 0) - order) + order  # no two the same
-            cuts = np.minimum(cuts, span["num_cuts"] - order.size + order)
-            begins[first + 1 : last] = ends[first : last - 1] = span["first_cut"] + cuts * span["granule"]
-            each = self._memory[self._divisible[plan.split[number]]] / span["positions"]
+            cuts = np.minimum(cuts, span.num_cuts - order.size + order)
+            begins[first + 1 : last] = ends[first : last - 1] = span.first_cut + cuts * span.granule
+            each = self._memory[self._divisible[plan.split[number]]] / span.positions
             room[own] -= (ends[first:last] - begins[first:last]) * each
 
     def _shares(self, plan: _Plan) -> Floats:
@@ -424,23 +415,15 @@ class _Search:
             exchanged_between_nodes=far,
             max_load_whole=0.0 if known is None else known.max_load_after,
         )
-        _, _, ranks, begins, ends = plan.pieces
-        of_piece, items = np.repeat(plan.split, plan.counts), np.zeros(plan.samples.size, np.int64)
-        first_items, granules = self._first_items[of_piece], self._spans.granule[of_piece]
-        items[-ranks.size :] = np.where(begins > 0, np.rint((begins - first_items) / granules), 0)
-        order, sequences = np.lexsort((items, plan.samples)), np.empty(items.size, np.int64)
-        sequences[order] = arrivals(plan.ranks[order])
-        context, candidates = self._spans.context[of_piece], self._spans.candidates[of_piece]
-        of, arriving = plan.samples[-ranks.size :], sequences[-ranks.size :]
-        columns = (np.zeros(ranks.size), of, context, candidates, ranks, arriving, begins, ends)
+        spans, begins = self._spans.take(np.repeat(plan.split, plan.counts)), plan.pieces.begins
+        items = np.zeros(plan.samples.size, np.int64)
+        items[-begins.size :] = np.where(begins > 0, np.rint((begins - spans.first_items) / spans.granule), 0)
+        order = np.lexsort((items, plan.samples))
+        destinations = plan.ranks[order].astype(np.int32)
         return RoundPlan(
-            destinations=plan.ranks[order].astype(np.int32),
+            destinations=destinations,
             steps=None,
-            parts=RoundParts(
-                samples=self._samples.numbers_at_home(plan.samples[order]),
-                begins=items[order],
-                pieces=np.stack(columns, axis=1).astype(np.int64),
-            ),
+            parts=self._samples.parts(items[order], destinations, None),
             loads_before=before,
             loads_after=loads[None],
             batches=(figures,),
