@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -160,12 +160,20 @@ def test_a_batch_that_cannot_be_read_is_told() -> None:
         statistics.traces()
 
 
+class _Stuck(list[str]):
+    reached = threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        self.reached.set()
+        threading.Event().wait()
+        return super().__iter__()
+
+
 def _read_stuck() -> None:
-    batch, seen, reached = _batch(0), KeyStatistics({"item": ["clicked"]}), threading.Event()
-    stuck = mock.MagicMock(**{"__iter__.side_effect": lambda: (reached.set(), threading.Event().wait())})
-    batch.keys = lambda: stuck
+    batch, seen = _batch(0), KeyStatistics({"item": ["clicked"]})
+    batch.keys = lambda: _Stuck(["clicked"])
     seen.observe(batch)
-    assert reached.wait(60)
+    assert _Stuck.reached.wait(60)
     observing._PATIENCE = 0.1
     with pytest.raises(RuntimeError, match=r"^key statistics: no batch was read for 0.1 s$"):
         seen.traces()
