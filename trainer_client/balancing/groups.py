@@ -197,11 +197,11 @@ class Communicators:
         """A row of the lead's table for each rank, the same for its peers; None elsewhere. Collective on `down`."""
         with _explained():
             if table is None:
-                row, patience = np.empty(_ROOM, np.uint8), 2 * self.timeout  # the lead may come late, and others later
-                self.down.recv([torch.from_numpy(row)], 0, 0).wait(patience)
+                row = np.empty(_ROOM, np.uint8)
+                self.down.recv([torch.from_numpy(row)], 0, 0).wait(self.timeout)
                 if (size := int(row[:4].view("<u4")[0])) > _ROOM:
                     row = np.concatenate([row, np.empty(size - _ROOM, np.uint8)])
-                    self.down.recv([torch.from_numpy(row[_ROOM:])], 0, 0).wait(patience)
+                    self.down.recv([torch.from_numpy(row[_ROOM:])], 0, 0).wait(self.timeout)
                 return row
             num_peers = self.peers.shape[1]
             sent = [
