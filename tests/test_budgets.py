@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1789, 2000),
     "trainer_client": (21254, 15000),
     "trainer_client/balancing": (10945, 8000),
-    "tests": (29591, 20000),
+    "tests": (29595, 20000),
     "benchmarks": (8116, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
@@ -50,7 +50,7 @@ ROOMS = {  # words of a capability, where it lives, in how many files outside it
     "windows": (r"\bwindow", ("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"), 13),
     "splits": (
         r"SplitSample|SplitOptions|Divisible",  # pieces are also those of copies, and of columns
-        ("evenkeel/partitioning/splits/", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),
+        ("evenkeel/partitioning/split", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),
         8,
     ),
     "users": (r"\busers=|\.users\b|gather_users", ("evenkeel/partitioning/users.py",), 11),
