@@ -63,5 +63,5 @@ def predicted_mib(request: PlanRequest, row: Row) -> float:
     total = float(request.profile.costs(request.runtime).workspace_bytes)
     for table in request.tables:
         options = table_options(request, replace(table, ratio=row.ratio, modes=(row.mode,)), np.array([0.5]))
-        total += options[0].hbm
+        total += options[0].hbm[0]
     return total / 2**20

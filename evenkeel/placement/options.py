@@ -31,30 +31,30 @@ _OUTPUT_BYTES = 4
 """Of an element of an output row: float32 in both runtimes, whatever the type of the table."""
 
 
-class Option(NamedTuple):
-    """A placement of a table.
+class Options(NamedTuple):
+    """Placements of a table in one layout and mode.
 
     Attributes:
         layout: How it is spread.
         mode: Its mode.
-        ratio: Fraction of the rows that HBM holds: of all tables of a shared cache.
-        held: Fraction of the rows of this table that HBM holds.
         dim: Width of its shards.
-        seconds: Kernel time of a step on the average rank; where the table is everywhere, on the fullest.
-        hbm: Bytes of HBM on the average rank; of a table that is everywhere, on the fullest.
-        host: Bytes of memory on the average host; of a table that is everywhere, on the fullest.
-        slot_bytes: HBM on the average rank for each element by which the cache that it shares is wider than its shards.
+        ratio: (ratios,) fraction of the rows that HBM holds: of all tables of a shared cache.
+        held: (ratios,) fraction of the rows of this table that HBM holds.
+        seconds: (ratios,) kernel time of a step on the average rank; where the table is everywhere, on the fullest.
+        hbm: (ratios,) bytes of HBM on the average rank; of a table that is everywhere, on the fullest.
+        host: (ratios,) bytes of memory on the average host; of a table that is everywhere, on the fullest.
+        slot_bytes: (ratios,) HBM on the average rank for each element by which a shared cache is wider than its shards.
     """
 
     layout: Layout
     mode: Mode
-    ratio: float
-    held: float
     dim: int
-    seconds: float
-    hbm: float
-    host: float
-    slot_bytes: float
+    ratio: FloatArray
+    held: FloatArray
+    seconds: FloatArray
+    hbm: FloatArray
+    host: FloatArray
+    slot_bytes: FloatArray
 
 
 def ratio_grid(num_tables: int, steps: int = 0) -> FloatArray:
@@ -145,7 +145,7 @@ def table_options(
     layout: Layout | None = None,
     *,
     shared: FloatArray | None = None,
-) -> list[Option]:
+) -> list[Options]:
     """Every placement of `table` in one layout, its first if none is given, on the ratios of `grid` or its pinned one.
 
     Args:
@@ -171,7 +171,7 @@ def table_options(
     mean, dim = layout.mean(topology), layout.shard(table, topology).dim
     # A cache may be smaller than the rows of a step where FBGEMM reads those without a place where they are.
     spills = request.runtime is Runtime.TORCHREC and request.step.prefetch_depth == 1
-    found: list[Option] = []
+    found: list[Options] = []
     for mode in allowed_modes(request, table, layout):
         ratios = held = _ratios_of(mode, table, grid)
         if shared is not None and mode is Mode.CACHING:
@@ -186,8 +186,8 @@ def table_options(
         slots = rows * table.value_bytes if mode is Mode.CACHING else np.zeros(len(rows))
         needs = load.unique * load.prefetch_depth if mode is Mode.CACHING and not spills else 0.0
         columns = (ratios, held, seconds, hbm * mean, host * mean * topology.local_ranks, slots * mean)
-        for ratio, own, *figures in np.stack(columns, axis=1)[rows >= needs].tolist():
-            found.append(Option(layout, mode, ratio, own, dim, *figures))
+        if (able := rows >= needs).any():
+            found.append(Options(layout, mode, dim, *(column[able] for column in columns)))
     return found
 
 

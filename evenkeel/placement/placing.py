@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Topology
-from evenkeel.placement.problem import SLACK, Choice, Group, Problem
+from evenkeel.placement.problem import EVERYWHERE, ON_HOST, ON_RANK, SLACK, Choice, Problem
 from evenkeel.placement.search import Solution, solve
 
 FloatArray = npt.NDArray[np.float64]
@@ -42,8 +41,6 @@ _TRIED, _MOST_OPTIONS = 40, 2_000
 _SWAPPED = 32
 """Longest pieces of the slowest rank that are tried on other ranks."""
 _FASTER = 1 - 1e-9
-_SCOPES = list(Scope)
-_EVERYWHERE, _RANK, _HOST = map(_SCOPES.index, (Scope.EVERYWHERE, Scope.RANK, Scope.HOST))
 _NOWHERE = np.zeros(0, dtype=np.int64)
 
 
@@ -52,7 +49,7 @@ class Placed:
     """A choice with ranks for the shards that are not on all of them.
 
     Attributes:
-        choice: For each group, the module of each of its tables.
+        choice: The option of each table.
         places: Of each table that is not on all ranks, the rank, or host, of each of its pieces.
         seconds: Kernel time of the slowest rank.
         use: HBM of the fullest rank and memory of the fullest host, in units.
@@ -69,8 +66,35 @@ def solve_and_place(
 ) -> tuple[Placed | None, Solution]:
     """The best placement found, `starts` among its candidates, and the solution, whose bound no placement is below.
 
-    First the average rank is solved for, then ranks are found for shards that are not on all of them.
+    Where one group costs more mixed, its tables in any mode, all in caches, and none are faster to search than at once.
     """
+    starts, dear = list(starts), np.flatnonzero(problem.mixing)
+    if len(dear) != 1:
+        return _at_once(problem, topology, watch, gap, starts)
+    alike = replace(problem, mixing=0 * problem.mixing)
+    unmixed = [replace(start, seconds=start.seconds - problem.mixed(start.choice)) for start in starts]
+    found, solution = _at_once(alike, topology, watch.part(0.5), gap, unmixed)
+    if found is None:
+        return None, solution
+    best = replace(found, seconds=found.seconds + problem.mixed(found.choice))
+    best = min([best, *starts], key=lambda placed: placed.seconds)
+    floors = [solution.bound + float(problem.mixing[dear[0]])]
+    mine = problem.group[problem.table] == dear[0]
+    for cached in (True, False):
+        floor = solution.bound
+        if floor < best.seconds * (1 - gap) and not watch.is_over():
+            alone = alike.without(mine & (problem.cached != cached))
+            found, proved = _at_once(alone, topology, watch.part(0.5), gap, [])
+            floor = max(floor, proved.bound)
+            best = best if found is None else min(best, found, key=lambda placed: placed.seconds)
+        floors.append(floor)
+    return best, replace(solution, bound=min([best.seconds, *floors]))
+
+
+def _at_once(
+    problem: Problem, topology: Topology, watch: Watch, gap: float, starts: Iterable[Placed]
+) -> tuple[Placed | None, Solution]:
+    """The same of all groups together: first the average rank is solved for, then ranks are found for shards."""
     best = min(starts, key=lambda placed: placed.seconds, default=None)
     if not problem.has_shards:
         solution = solve(problem, watch, gap=gap, start=None if best is None else best.choice)
@@ -103,7 +127,12 @@ def solve_and_place(
             low = bound = most
         else:
             high = most
-    best = _improved(problem, topology, best, solution.prices, watch, bound * (1 + gap))
+    # Table by table no group changes to mixed and back: those that are not stay so.
+    group, cached = problem.group[problem.table], problem.cached
+    held = np.zeros((len(problem.mixing), 2), dtype=bool)
+    held[problem.group, cached[best.choice].astype(int)] = True
+    apart = problem.without((problem.mixing[group] > 0) & ~held[group, cached.astype(int)])
+    best = _improved(apart, topology, best, solution.prices, watch, bound * (1 + gap))
     return best, replace(solution, bound=min(bound, best.seconds))
 
 
@@ -122,7 +151,7 @@ def _improved(
         board.kick(draw)
         while board.swap():
             pass
-        then = float(board.seconds.max())
+        then = board.slowest()
         if then <= now * (1 + _WORSE * (1 - number / kicks) * draw.random()) and board.fits():
             here, now = board.saved(), then
             if now < seconds:
@@ -148,46 +177,23 @@ def place(problem: Problem, topology: Topology, choice: Choice, prices: FloatArr
     return min(found, key=lambda placed: placed.seconds, default=None)
 
 
-class _Kinds:
-    """What the modules of a group are, as arrays."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.scope = np.array([_SCOPES.index(module.layout.scope) for module in group.modules])
-        self.pieces = np.array([module.layout.pieces for module in group.modules])
-
-
-class _Options:
-    """What a table may choose from, cheapest first, as arrays."""
-
-    def __init__(self, kinds: _Kinds, row: int, prices: FloatArray) -> None:
-        group = kinds.group
-        price = group.seconds[row] + prices[0] * group.hbm[row] + prices[1] * group.host[row]
-        self.columns = np.argsort(price, kind="stable")[: np.isfinite(price).sum()]
-        self.price = price[self.columns]
-        means = np.stack([group.seconds[row], group.hbm[row], group.host[row]])
-        self.shards = (means[:, self.columns] * group.scale[:, self.columns]).T
-        self.scope, self.pieces = kinds.scope[self.columns], kinds.pieces[self.columns]
-
-
 class _Board:
     """Options and places of all tables, and what ranks and hosts have of them."""
 
     def __init__(self, problem: Problem, topology: Topology, choice: Choice, prices: FloatArray | None) -> None:
         """Nothing is on a rank yet."""
         self.problem, self.topology, self.budget = problem, topology, problem.budget + SLACK
-        self.rows = [(kinds, row) for kinds in map(_Kinds, problem.groups) for row in range(len(kinds.group.tables))]
-        self.prices = prices
-        self.options: dict[int, _Options] = {}
-        self.module = np.concatenate(choice) if choice else _NOWHERE
-        self.shards, self.scope = np.zeros((len(self.rows), 3)), np.zeros(len(self.rows), dtype=np.int64)
-        self.places: list[IntArray] = [_NOWHERE] * len(self.rows)
+        self.by_price = prices is not None
+        self.price = problem.priced(np.zeros(2) if prices is None else prices)
+        self.cheapest: dict[int, IntArray] = {}
+        self.choice, self.shards, self.scope = choice.copy(), problem.shards[choice], problem.scope[choice]
+        self.places: list[IntArray] = [_NOWHERE] * len(choice)
         self.seconds, self.hbm = np.zeros((2, topology.ranks))
         self.host = np.zeros(topology.ranks // topology.local_ranks)
-        self.holders: Counter[Hashable] = Counter()
-        self.agreed: dict[Hashable, Hashable] = {}
-        for number, module in enumerate(self.module.tolist()):
-            self._hold(number, module)
+        self.holders: Counter[int] = Counter()
+        self.agreed: dict[int, int] = {}
+        for option in choice.tolist():
+            self._agree(option, 1)
 
     def saved(self) -> tuple[Any, ...]:
         """The state as it is, for `restore`."""
@@ -201,19 +207,17 @@ class _Board:
         self.places, self.holders, self.agreed = places.copy(), holders.copy(), agreed.copy()
 
     def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        return self.module, self.shards, self.scope, self.seconds, self.hbm, self.host
+        return self.choice, self.shards, self.scope, self.seconds, self.hbm, self.host
 
     def placed(self) -> Placed:
         """What it comes to."""
-        ends = np.cumsum([len(group.tables) for group in self.problem.groups])[:-1]
-        places = {
-            kinds.group.tables[row]: tuple(sorted(self.places[number].tolist()))
-            for number, (kinds, row) in enumerate(self.rows)
-            if len(self.places[number])
-        }
+        places = {table: tuple(sorted(own.tolist())) for table, own in enumerate(self.places) if len(own)}
         use = np.array([self.hbm.max(initial=0.0), self.host.max(initial=0.0)])
-        choice = tuple(np.split(self.module.copy(), ends)) if self.problem.groups else ()
-        return Placed(choice, places, float(self.seconds.max(initial=0.0)), use)
+        return Placed(self.choice.copy(), places, self.slowest(), use)
+
+    def slowest(self) -> float:
+        """Kernel time of the slowest rank."""
+        return float(self.seconds.max(initial=0.0)) + self.problem.mixed(self.choice)
 
     def fits(self) -> bool:
         """Whether all budgets are kept."""
@@ -221,85 +225,82 @@ class _Board:
 
     def put_all(self, places: dict[int, tuple[int, ...]]) -> None:
         """Puts every table where it is said to be."""
-        for number, (kinds, row) in enumerate(self.rows):
-            self._put(number, np.array(places.get(kinds.group.tables[row], ()), dtype=np.int64))
+        for table in range(len(self.choice)):
+            self._put(table, np.array(places.get(table, ()), dtype=np.int64))
 
     def fill(self, measure: int) -> bool:
         """Puts all shards on ranks, those that are largest by time (0) or HBM (1) first; whether all fit.
 
         With prices, a table that fits nowhere takes the cheapest option that does.
         """
-        for number in np.flatnonzero(self.scope == _EVERYWHERE).tolist():
-            self._put(number, _NOWHERE)
+        for table in np.flatnonzero(self.scope == EVERYWHERE).tolist():
+            self._put(table, _NOWHERE)
         if not self.fits():
             return False
-        apart: list[int] = np.flatnonzero(self.scope != _EVERYWHERE).tolist()
-        apart.sort(key=lambda n: (self.scope[n] != _HOST, -self.shards[n, measure]))
-        return all(self._put_somewhere(number) for number in apart)
+        apart: list[int] = np.flatnonzero(self.scope != EVERYWHERE).tolist()
+        apart.sort(key=lambda table: (self.scope[table] != ON_HOST, -self.shards[table, measure]))
+        return all(self._put_somewhere(table) for table in apart)
 
-    def _put_somewhere(self, number: int) -> bool:
+    def _put_somewhere(self, table: int) -> bool:
         """With its own option, or with prices the cheapest other one that fits."""
-        kinds, row = self.rows[number]
-        others = () if self.prices is None else self._options(number).columns[:_MOST_OPTIONS].tolist()
-        for module in (int(self.module[number]), *others):
-            if self._is_open(number, module):
-                shard = kinds.group.shard(row, module)
-                spots = self._spots(int(kinds.scope[module]), int(kinds.pieces[module]), shard)
-                if spots is not None:
-                    self._choose(number, module)
-                    self._put(number, spots)
-                    return True
+        others = self._cheapest(table)[:_MOST_OPTIONS].tolist() if self.by_price else ()
+        for option in (int(self.choice[table]), *others):
+            if self._is_open(table, option) and (spots := self._spots(option)) is not None:
+                self._choose(table, option)
+                self._put(table, spots)
+                return True
         return False
 
     def kick(self, draw: np.random.Generator) -> None:
         """Takes some tables off, one of the slowest rank among them, and puts each back where that is fastest."""
         slow = int(self.seconds.argmax())
-        every = draw.permutation(len(self.rows)).tolist()
-        near = next(number for number in every if self._is_on(number, slow))
+        every = draw.permutation(len(self.choice)).tolist()
+        near = next(table for table in every if self._is_on(table, slow))
         taken = list(dict.fromkeys([near, *every[:_KICKED]]))[: int(draw.integers(2, _KICKED + 1))]
-        for number in taken:
-            self._add(number, -1.0)
-        for number in draw.permutation(taken).tolist():
-            self._insert(number, float(draw.choice(_WEIGHTS)))
+        for table in taken:
+            self._add(table, -1.0)
+        for table in draw.permutation(taken).tolist():
+            self._insert(table, float(draw.choice(_WEIGHTS)))
 
-    def _insert(self, number: int, weight: float) -> None:
+    def _insert(self, table: int, weight: float) -> None:
         """Puts a table back where it costs the slowest rank least, and all ranks by its price.
 
         Options are tried in the order of what they would come to on the least loaded ranks, full or not.
         """
-        options, slowest = self._options(number), float(self.seconds.max())
+        options, slowest = self._cheapest(table), float(self.seconds.max())
         hosts = self.seconds.reshape(-1, self.topology.local_ranks).max(axis=1)
-        value = np.full(len(options.price), slowest)
-        for scope, loads in ((_RANK, self.seconds), (_HOST, hosts)):
-            mine = options.scope == scope
+        value, scopes = np.full(len(options), slowest), self.problem.scope[options]
+        for scope, loads in ((ON_RANK, self.seconds), (ON_HOST, hosts)):
+            mine = scopes == scope
             if mine.any():
-                value[mine] = np.sort(loads)[np.minimum(options.pieces[mine], len(loads)) - 1]
-        price = weight * options.price
-        value = np.maximum(value + options.shards[:, 0], slowest) + price
-        best: tuple[float, int, IntArray] = (math.inf, int(self.module[number]), self.places[number])
+                value[mine] = np.sort(loads)[np.minimum(self.problem.pieces[options[mine]], len(loads)) - 1]
+        price, seconds = weight * self.price[options], self.problem.shards[options, 0]
+        value = np.maximum(value + seconds, slowest) + price
+        best: tuple[float, int, IntArray] = (math.inf, int(self.choice[table]), self.places[table])
         tried = 0
         for index in np.argsort(value, kind="stable").tolist():
             if value[index] >= best[0] or tried > _TRIED:
                 break
-            if not self._is_open(number, int(options.columns[index])):
+            option = int(options[index])
+            if not self._is_open(table, option):
                 continue
             tried += 1
-            scope, shard = int(options.scope[index]), options.shards[index]
-            spots = self._spots(scope, int(options.pieces[index]), shard)
+            spots = self._spots(option)
             if spots is not None:
-                peak = max(slowest, float(self._loads(scope, spots).max() + shard[0])) + float(price[index])
-                best = min(best, (peak, int(options.columns[index]), spots), key=lambda each: each[0])
-        self._choose(number, best[1])
-        self._put(number, best[2])
+                there = self._loads(int(scopes[index]), spots).max()
+                peak = max(slowest, float(there + seconds[index])) + float(price[index])
+                best = min(best, (peak, option, spots), key=lambda each: each[0])
+        self._choose(table, best[1])
+        self._put(table, best[2])
 
     def swap(self) -> bool:
         """Lets a piece of the slowest rank change places with one of another rank, if that makes both faster."""
         slow, local = int(self.seconds.argmax()), self.topology.local_ranks
-        whole = np.flatnonzero(self.scope == _RANK)
+        whole = np.flatnonzero(self.scope == ON_RANK)
         numbers = np.repeat(whole, [len(self.places[number]) for number in whole.tolist()])
         where = np.concatenate([_NOWHERE, *(self.places[number] for number in whole.tolist())])
         mine = np.unique(numbers[where == slow])
-        is_mine = np.zeros(len(self.rows), dtype=bool)
+        is_mine = np.zeros(len(self.choice), dtype=bool)
         is_mine[mine] = True
         numbers, where = numbers[~is_mine[numbers]], where[~is_mine[numbers]]
         if not len(mine) or not len(numbers):
@@ -325,43 +326,48 @@ class _Board:
             self._put(table, np.where(self.places[table] == old, new, self.places[table]))
         return True
 
-    def _is_on(self, number: int, rank: int) -> bool:
-        scope = int(self.scope[number])
-        spot = rank // self.topology.local_ranks if scope == _HOST else rank
-        return scope == _EVERYWHERE or spot in self.places[number]
+    def _is_on(self, table: int, rank: int) -> bool:
+        scope = int(self.scope[table])
+        spot = rank // self.topology.local_ranks if scope == ON_HOST else rank
+        return scope == EVERYWHERE or spot in self.places[table]
 
-    def _put(self, number: int, places: IntArray) -> None:
-        self.places[number] = places
-        self._add(number)
+    def _put(self, table: int, places: IntArray) -> None:
+        self.places[table] = places
+        self._add(table)
 
-    def _add(self, number: int, sign: float = 1.0) -> None:
+    def _add(self, table: int, sign: float = 1.0) -> None:
         """Adds time, HBM and memory of a table at its places, or with -1 takes them away."""
-        scope, places, local = int(self.scope[number]), self.places[number], self.topology.local_ranks
-        seconds, hbm, host = sign * self.shards[number]
-        if scope == _EVERYWHERE:
+        scope, places, local = int(self.scope[table]), self.places[table], self.topology.local_ranks
+        seconds, hbm, host = sign * self.shards[table]
+        if scope == EVERYWHERE:
             self.seconds += seconds
             self.hbm += hbm
             self.host += host
             return
         ranks, hosts = places, places // local
-        if scope == _HOST:
+        if scope == ON_HOST:
             ranks, hosts = (places[:, None] * local + np.arange(local)).ravel(), places
         np.add.at(self.seconds, ranks, seconds)
         np.add.at(self.hbm, ranks, hbm)
         np.add.at(self.host, hosts, host)
 
     def _loads(self, scope: int, places: IntArray) -> FloatArray:
-        if scope == _HOST:
+        if scope == ON_HOST:
             return self.seconds.reshape(-1, self.topology.local_ranks)[places].ravel()
-        return self.seconds if scope == _EVERYWHERE else self.seconds[places]
+        return self.seconds if scope == EVERYWHERE else self.seconds[places]
 
-    def _spots(self, scope: int, pieces: int, shard: FloatArray) -> IntArray | None:
+    def _spots(self, option: int) -> IntArray | None:
         """The least loaded places with room for the pieces of a table, apart from each other while there are enough."""
-        if scope == _EVERYWHERE:
+        scope, pieces, shard = (
+            int(self.problem.scope[option]),
+            int(self.problem.pieces[option]),
+            self.problem.shards[option],
+        )
+        if scope == EVERYWHERE:
             room = (self.hbm.max() + shard[1] <= self.budget[0]) and (self.host.max() + shard[2] <= self.budget[1])
             return _NOWHERE if room else None
         local = self.topology.local_ranks
-        shape = (-1, local) if scope == _HOST else (-1, 1)
+        shape = (-1, local) if scope == ON_HOST else (-1, 1)
         seconds, hbm = self.seconds.reshape(shape).max(axis=1), self.hbm.reshape(shape).max(axis=1)
         rounds = -(-pieces // len(seconds))
         each = np.minimum(np.floor((self.budget[0] - hbm) / max(shard[1], 1e-12)), rounds)
@@ -369,7 +375,7 @@ class _Board:
         found = np.concatenate([order[each[order] > number] for number in range(rounds)])
         if np.isfinite(self.budget[1]) and shard[2] > 0:
             most = np.floor((self.budget[1] - self.host) / shard[2])
-            hosts = found if scope == _HOST else found // local
+            hosts = found if scope == ON_HOST else found // local
             by_host = np.argsort(hosts, kind="stable")
             first = np.searchsorted(hosts[by_host], hosts[by_host])
             number_on_host = np.empty(len(found), dtype=np.int64)
@@ -377,32 +383,33 @@ class _Board:
             found = found[number_on_host < most[hosts]]
         return found[:pieces] if len(found) >= pieces else None
 
-    def _hold(self, number: int, module: int) -> None:
-        kinds, row = self.rows[number]
-        self.module[number], self.scope[number] = module, kinds.scope[module]
-        self.shards[number] = kinds.group.shard(row, module)
-        for what, choice in kinds.group.modules[module].agreements:
-            self.holders[what] += 1
-            self.agreed[what] = choice
+    def _choose(self, table: int, option: int) -> None:
+        """Gives a table that is not on ranks another option."""
+        self._agree(int(self.choice[table]), -1)
+        self._agree(option, 1)
+        self.choice[table] = option
+        self.shards[table], self.scope[table] = self.problem.shards[option], self.problem.scope[option]
 
-    def _choose(self, number: int, module: int) -> None:
-        """Gives a table that is not on ranks another module."""
-        if module != self.module[number]:
-            kinds, _ = self.rows[number]
-            for what, _ in kinds.group.modules[int(self.module[number])].agreements:
-                self.holders[what] -= 1
-            self._hold(number, module)
+    def _agree(self, option: int, sign: int) -> None:
+        """Notes what a table that takes an option agrees on, or with -1 that it no longer does."""
+        for what, term in self._terms(option):
+            self.holders[what] += sign
+            self.agreed[what] = term
 
-    def _is_open(self, number: int, module: int) -> bool:
-        """Whether a module fits what other tables agree on."""
-        modules = self.rows[number][0].group.modules
-        mine = {what for what, _ in modules[int(self.module[number])].agreements}
+    def _is_open(self, table: int, option: int) -> bool:
+        """Whether an option of a table fits what other tables agree on."""
+        own = {what for what, _ in self._terms(int(self.choice[table]))}
         return all(
-            self.holders[what] == (what in mine) or self.agreed[what] == choice
-            for what, choice in modules[module].agreements
+            self.holders[what] == (what in own) or self.agreed[what] == term for what, term in self._terms(option)
         )
 
-    def _options(self, number: int) -> _Options:
-        if number not in self.options:
-            self.options[number] = _Options(*self.rows[number], np.zeros(2) if self.prices is None else self.prices)
-        return self.options[number]
+    def _terms(self, option: int) -> list[tuple[int, int]]:
+        """What an option wants agreement on, and on what."""
+        return [(int(self.problem.subject[term]), term) for term in self.problem.terms[option].tolist() if term >= 0]
+
+    def _cheapest(self, table: int) -> IntArray:
+        """The options of a table, cheapest first."""
+        if table not in self.cheapest:
+            first, price = self.problem.starts[table], self.price[slice(*self.problem.starts[table : table + 2])]
+            self.cheapest[table] = first + np.argsort(price, kind="stable")[: np.isfinite(price).sum()]
+        return self.cheapest[table]

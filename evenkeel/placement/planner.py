@@ -17,7 +17,7 @@ from evenkeel.placement.model import Mode, Runtime, Table
 from evenkeel.placement.options import allowed_modes, rank_load
 from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
-from evenkeel.placement.problem import UNIT, Group, Module, Problem, budgets, build_problem, modes_of
+from evenkeel.placement.problem import UNIT, Problem, budgets, build_problem, modes_of
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.search import PricedGroup, Solution
 from evenkeel.placement.shortage import explain_shortage
@@ -73,8 +73,7 @@ def plan(
         hbm=replace(found.hbm, seconds_per_gib=float(solution.prices[0]) * 1024),
         host=replace(found.host, seconds_per_gib=float(solution.prices[1]) * 1024),
         trivial=tuple(
-            TrivialPlan(name=name, seconds=None if known is None else _mixed(problem, known).seconds)
-            for name, known in trivial.items()
+            TrivialPlan(name=name, seconds=None if known is None else known.seconds) for name, known in trivial.items()
         ),
     )
 
@@ -88,14 +87,14 @@ def trivial_plans(request: PlanRequest) -> dict[str, Plan]:
     watch = Watch(request.solver.time_limit_s)
     problem = build_problem(request, watch=watch)
     placements = trivial_placements(request, problem, watch).items()
-    return {name: _plan_of(request, problem, _mixed(problem, placed)) for name, placed in placements if placed}
+    return {name: _plan_of(request, problem, placed) for name, placed in placements if placed}
 
 
 def _check_pins(request: PlanRequest, problem: Problem) -> None:
     """Fused tables that are pinned to what cannot be agreed on are named."""
-    for group in problem.groups:
-        pinned = [request.tables[i].modes or request.tables[i].ratio is not None for i in group.tables]
-        priced = PricedGroup(group)
+    for number in range(len(problem.mixing)):
+        priced = PricedGroup(problem, number)
+        pinned = [request.tables[i].modes or request.tables[i].ratio is not None for i in priced.tables]
         if not any(pinned) or math.isfinite(priced.price(np.zeros(2))[0]):
             continue
         low, high = 0, len(pinned)  # the fewest first tables that cannot agree
@@ -103,9 +102,9 @@ def _check_pins(request: PlanRequest, problem: Problem) -> None:
             middle = (low + high) // 2
             agree = math.isfinite(priced.price(np.zeros(2), slice(middle))[0])
             low, high = (middle, high) if agree else (low, middle)
-        index = group.tables[low]
+        index = int(priced.tables[low])
         table = request.tables[index]
-        others = (request.tables[i] for i, pin in zip(group.tables[:low], pinned, strict=False) if pin)
+        others = (request.tables[i] for i, pin in zip(priced.tables[:low], pinned, strict=False) if pin)
         what = f"contradicts {', '.join(map(_pins, others))}: {table.name!r} fuses with them, and fused tables share "
         remedy = "pin them alike, leave one open, or give one another group"
         given = [mode.value for mode in table.modes] if table.ratio is None else table.ratio
@@ -127,47 +126,14 @@ def fastest(
     Without `dense_ms` kernels are the step. With it the host may bind, for which fewer modules are better.
     """
     dense_ms = request.step.dense_ms
-    once = dense_ms is None and not any(group.mixing for group in problem.groups)
-    part = watch if once else watch.part(0.5)
+    part = watch if dense_ms is None else watch.part(0.5)
     placed, solution = solve_and_place(problem, request.topology, part, gap=gap, starts=starts)
     if placed is None:
         return None, solution, 0.0
-    candidates = [_mixed(problem, each) for each in (placed, *starts)]
-    placed, bound = _fastest_kernels(request, problem, candidates, solution.bound, watch, gap)
-    cost, least = placed.seconds, bound
+    cost, least = placed.seconds, solution.bound
     if dense_ms is not None:
-        placed, cost, least = _shortest_step(request, problem, [placed, *candidates], bound, watch, gap)
-    return placed, replace(solution, bound=bound), 0.0 if cost <= least * (1 + _NO_GAP) else 1 - least / cost
-
-
-def _mixed(problem: Problem, placed: Placed) -> Placed:
-    """A placement whose time includes that of mixing."""
-    return replace(placed, seconds=placed.seconds + problem.mixing(placed.choice))
-
-
-def _fastest_kernels(
-    request: PlanRequest, problem: Problem, candidates: list[Placed], bound: float, watch: Watch, gap: float
-) -> tuple[Placed, float]:
-    """The placement with the fastest kernels and a bound: groups in caches, without, and mixed compete.
-
-    Of more than two groups those that cost most to mix are looked at.
-    """
-    best, floors = min(candidates, key=lambda each: each.seconds), []
-    dearest = sorted((group for group in problem.groups if group.mixing), key=lambda group: -group.mixing)[:2]
-    for kinds in itertools.product((None, True, False), repeat=len(dearest)):  # mixed, all cached, none
-        cached = {group.tables: kind for group, kind in zip(dearest, kinds, strict=True) if kind is not None}
-        mixing = sum(group.mixing for group in dearest if group.tables not in cached)
-        least = bound + mixing
-        if cached and least < best.seconds * (1 - gap) and not watch.is_over():
-
-            def closed(group: Group, module: Module, cached: dict[tuple[int, ...], bool] = cached) -> bool:
-                return cached.get(group.tables, module.mode is Mode.CACHING) is not (module.mode is Mode.CACHING)
-
-            found, proved = solve_and_place(problem.without(closed), request.topology, watch.part(0.5), gap=gap)
-            least = max(least, proved.bound + mixing)
-            best = best if found is None else min(best, _mixed(problem, found), key=lambda each: each.seconds)
-        floors.append(least)
-    return best, min([best.seconds, *floors])
+        placed, cost, least = _shortest_step(request, problem, [placed, *starts], solution.bound, watch, gap)
+    return placed, solution, 0.0 if cost <= least * (1 + _NO_GAP) else 1 - least / cost
 
 
 def _shortest_step(
@@ -198,10 +164,10 @@ def _shortest_step(
     for modes in itertools.chain.from_iterable(itertools.combinations(kinds, n + 1) for n in range(len(kinds))):
         host, kernels = launches(modes), bound
         if max(host, dense + bound) < seconds(best)[0] * (1 - gap) and len(modes) < len(kinds) and not watch.is_over():
-            fewer = problem.without(lambda _, module, modes=modes: module.mode not in modes)  # type: ignore[misc]
+            fewer = problem.without(~np.isin(problem.mode.astype(str), modes))
             found, proved = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
             kernels = max(bound, proved.bound)
-            best = best if found is None else min(best, _mixed(problem, found), key=seconds)
+            best = best if found is None else min(best, found, key=seconds)
         floors.append(max(host, dense + kernels))
     cost = seconds(best)[0]
     return best, cost, min([cost, *floors])
@@ -244,15 +210,6 @@ def _plan_of(request: PlanRequest, problem: Problem, placed: Placed) -> Plan:
     )
 
 
-def _chosen(problem: Problem, placed: Placed) -> dict[int, tuple[int, int, int]]:
-    """Group, row and module of each table."""
-    return {
-        table: (number, row, int(mine[row]))
-        for number, (group, mine) in enumerate(zip(problem.groups, placed.choice, strict=True))
-        for row, table in enumerate(group.tables)
-    }
-
-
 def _host_seconds(modules: dict[int, FusedModule]) -> float:
     """Launches and waiting of the host for all modules."""
     return sum({module.name: module.fixed_seconds for module in modules.values()}.values())
@@ -264,31 +221,28 @@ def _modules(request: PlanRequest, problem: Problem, placed: Placed) -> dict[int
     Row-wise tables share a ratio, those of a rank or host only their mode.
     """
     costs = request.profile.costs(request.runtime)
-    members: dict[tuple[object, ...], dict[int, Module]] = {}
-    held: dict[int, float] = {}
-    for table, (number, row, column) in sorted(_chosen(problem, placed).items()):
-        module, held[table] = problem.groups[number].modules[column], float(problem.groups[number].held[row, column])
-        alike: tuple[object, ...] = (module.layout.scope, module.mode)
-        if module.layout.scope is Scope.EVERYWHERE:
-            alike = (module.layout, module.mode, module.ratio)
-        members.setdefault((request.tables[table].fuse_key, alike), {})[table] = module
+    members: dict[tuple[object, ...], list[int]] = {}
+    for table, option in enumerate(placed.choice.tolist()):
+        layout, mode, ratio = problem.layout[option], problem.mode[option], float(problem.ratio[option])
+        alike = (layout, mode, ratio) if layout.scope is Scope.EVERYWHERE else (layout.scope, mode)
+        members.setdefault((request.tables[table].fuse_key, alike), []).append(table)
     found: dict[int, FusedModule] = {}
     used: set[str] = set()
     for mine in members.values():
-        first, module = next(iter(mine.items()))
-        stem = f"{request.tables[first].group}/{module.mode.value.lower()}".lstrip("/")
+        options = placed.choice[mine]
+        mode, ratios, held = problem.mode[options[0]], problem.ratio[options], problem.held[options]
+        stem = f"{request.tables[mine[0]].group}/{mode.value.lower()}".lstrip("/")
         name = next(n for n in itertools.chain([stem], (f"{stem}-{k}" for k in itertools.count(2))) if n not in used)
         used.add(name)
-        ratio = module.ratio if len({each.ratio for each in mine.values()}) == 1 else None
-        if any(held[index] != each.ratio for index, each in mine.items()):  # a shared cache: of its own tables
-            rows = [request.tables[index].rows for index in mine]
-            ratio = float(np.average([held[index] for index in mine], weights=rows))
+        shared = float(ratios[0]) if len(set(ratios.tolist())) == 1 else None
+        if (held != ratios).any():  # a shared cache: of its own tables
+            shared = float(np.average(held, weights=[request.tables[index].rows for index in mine]))
         fused = FusedModule(
             name=name,
-            mode=module.mode,
-            ratio=ratio,
+            mode=mode,
+            ratio=shared,
             tables=tuple(request.tables[index].name for index in mine),
-            fixed_seconds=fixed_seconds(costs, module.mode),
+            fixed_seconds=fixed_seconds(costs, mode),
         )
         found |= dict.fromkeys(mine, fused)
     return found
@@ -299,35 +253,35 @@ def _placements(
 ) -> tuple[Placement, ...]:
     found = []
     local = request.topology.local_ranks
-    for index, (number, row, column) in sorted(_chosen(problem, placed).items()):
-        table, group = request.tables[index], problem.groups[number]
-        module = group.modules[column]
-        seconds, hbm, host = group.shard(row, column).tolist()
-        load = rank_load(request, table, module.layout)
+    for index, (table, option) in enumerate(zip(request.tables, placed.choice.tolist(), strict=True)):
+        layout, mode, own = problem.layout[option], problem.mode[option], float(problem.ratio[option])
+        others = slice(*problem.starts[index : index + 2])
+        seconds, hbm, host = problem.shards[option].tolist()
+        load = rank_load(request, table, layout)
         ratio = modules[index].ratio
-        rows = _cache_rows(request, table, module.layout, module.mode, float(group.held[row, column]))
-        more = (group.hbm[row] * group.scale[1] - hbm) / 1024
-        saved = seconds - group.seconds[row] * group.scale[0]
+        rows = _cache_rows(request, table, layout, mode, float(problem.held[option]))
+        more = (problem.shards[others, 1] - hbm) / 1024
+        saved = seconds - problem.shards[others, 0]
         helps = (more > 0) & (saved > 0)
-        if module.mode is Mode.CACHING:
+        if mode is Mode.CACHING:
             miss_rate = float(load.keys.misses(np.array([float(rows * load.shards)]))[0])
         else:
             hit = request.profile.costs(request.runtime).hybrid_hit
-            miss_rate = {Mode.HBM_ONLY: 0.0, Mode.HOST_ONLY: 1.0}.get(module.mode, 1 - hit * module.ratio)
+            miss_rate = {Mode.HBM_ONLY: 0.0, Mode.HOST_ONLY: 1.0}.get(mode, 1 - hit * own)
         places = placed.places.get(index, ())
-        if module.layout.scope is Scope.HOST:
+        if layout.scope is Scope.HOST:
             places = tuple(host * local + rank for host in places for rank in range(local))
         entry = Placement(
             table=table.name,
-            mode=module.mode,
-            ratio=module.ratio if ratio is None else ratio,
-            sharding=module.layout.sharding,
-            column_shards=module.layout.pieces,
+            mode=mode,
+            ratio=own if ratio is None else ratio,
+            sharding=layout.sharding,
+            column_shards=layout.pieces,
             ranks=places,
             module=modules[index].name,
             hbm_bytes=round(hbm * UNIT),
             host_bytes=round(host * UNIT),
-            hbm_value_bytes=_value_bytes(request, table, module, rows),
+            hbm_value_bytes=_value_bytes(request, table, layout, mode, own, rows),
             cache_rows=rows,
             seconds=seconds,
             unique_keys=load.unique,
@@ -348,11 +302,11 @@ def _cache_rows(request: PlanRequest, table: Table, layout: Layout, mode: Mode, 
     return rows if mode is Mode.HBM_ONLY else max(1, int(rows * ratio))
 
 
-def _value_bytes(request: PlanRequest, table: Table, module: Module, rows: int) -> int:
+def _value_bytes(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float, rows: int) -> int:
     if request.runtime is not Runtime.DYNAMICEMB:
-        return rows * module.layout.shard(table, request.topology).dim * table.value_bytes
+        return rows * layout.shard(table, request.topology).dim * table.value_bytes
     row = row_bytes(table, training=request.step.training)
-    if module.mode not in (Mode.CACHING, Mode.HYBRID):
+    if mode not in (Mode.CACHING, Mode.HYBRID):
         return rows * row
     # DynamicEmb adds up the bytes of fused tables and takes their ratio: whole rows would make it a little too small.
-    return math.ceil(_cache_rows(request, table, module.layout, Mode.HBM_ONLY, 1.0) * module.ratio * row)
+    return math.ceil(_cache_rows(request, table, layout, Mode.HBM_ONLY, 1.0) * ratio * row)

@@ -9,9 +9,10 @@ bytes, a narrower one cannot hold a wider table. Column shards of the sequence t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,25 +21,28 @@ from evenkeel.placement.access import Eviction, shared_cache
 from evenkeel.placement.invalid_input import InvalidInputError, TimeIsUpError, require
 from evenkeel.placement.layouts import ROW_WISE, TABLE_WISE, Layout, Scope
 from evenkeel.placement.limits import Watch
-from evenkeel.placement.model import Mode, Runtime, Sharding, Table
+from evenkeel.placement.model import Mode, Runtime, Sharding, Topology
 from evenkeel.placement.options import (
     PAGE,
-    Option,
+    Options,
     allowed_modes,
-    mixing,
     rank_load,
     ratio_grid,
     table_layouts,
     table_options,
 )
+from evenkeel.placement.options import mixing as mixing_time
 from evenkeel.placement.request import PlanRequest
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-Agreement = tuple[Hashable, Hashable]
-"""What is agreed on, and what it would be."""
-Choice = tuple[IntArray, ...]
-"""For each group, the module of each of its tables."""
+BoolArray = npt.NDArray[np.bool_]
+Agreement = tuple[Hashable, float | FloatArray, float | FloatArray]
+"""What is agreed on, and two numbers that say what it would be, for each of some options or for all of them."""
+Choice = IntArray
+"""(tables,) an option of each."""
+SCOPES = list(Scope)
+EVERYWHERE, ON_RANK, ON_HOST = map(SCOPES.index, (Scope.EVERYWHERE, Scope.RANK, Scope.HOST))
 
 UNIT = float(1 << 20)
 """Bytes in a unit of the solver: sizes are multiples of a page, so units of 1 MiB are exact in floating point."""
@@ -46,152 +50,149 @@ SLACK = 1e-6
 """Units by which sums of floating point may exceed a budget."""
 _COARSE = ((30, 40), (150, 20), (np.inf, 10))
 """Ratios of layouts that are not row-wise, by the number of tables; each table has a ratio of its own there."""
+_MODES = list(Mode)
 _POOLED_ONLY = {Sharding.TABLE_ROW_WISE, Sharding.GRID}
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
-    """A layout, a mode and a ratio that a table may choose.
-
-    Attributes:
-        layout: How the table is spread.
-        mode: The mode.
-        ratio: Fraction of the rows that HBM holds; of a shared cache, of the rows of all tables that could share it.
-        agreements: What other tables must agree on if one chooses this.
-    """
-
-    layout: Layout
-    mode: Mode
-    ratio: float
-    agreements: tuple[Agreement, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Tables with the same modules to choose from.
-
-    Attributes:
-        tables: Indices of the tables in the request.
-        modules: The modules.
-        seconds: (tables, modules) kernel time of a step on the average rank; infinite where a table has no such choice.
-        hbm: (tables, modules) HBM on the average rank, in units.
-        host: (tables, modules) memory on the average host, in units.
-        held: (tables, modules) fraction of a table's rows that HBM holds.
-        scale: (3, modules) what seconds, HBM and memory are multiplied by to be those of one shard.
-        mixing: Seconds a step more where some of the tables are cached and others not, which no search knows of.
-    """
-
-    tables: tuple[int, ...]
-    modules: tuple[Module, ...]
-    seconds: FloatArray
-    hbm: FloatArray
-    host: FloatArray
-    held: FloatArray
-    scale: FloatArray
-    mixing: float = 0.0
-
-    def shard(self, row: int, module: int) -> FloatArray:
-        """(3,) time, HBM and host memory of a shard of a table."""
-        mean = np.array([self.seconds[row, module], self.hbm[row, module], self.host[row, module]])
-        result: FloatArray = mean * self.scale[:, module]
-        return result
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
-    """Groups and budgets.
+    """The options of all tables in one list, and two budgets.
 
     Attributes:
-        groups: The groups.
+        starts: (tables + 1,) table `t` has the options from `starts[t]` up to `starts[t + 1]`.
+        layout: (options,) how the table is spread.
+        scope: (options,) number of the layout's scope.
+        pieces: (options,) parts that its width is cut into.
+        mode: (options,) its mode.
+        ratio: (options,) fraction of the rows that HBM holds; of a shared cache, of all tables that could share it.
+        held: (options,) fraction of the table's own rows that HBM holds.
+        seconds: (options,) kernel time of a step on the average rank; infinite where the table may not choose it.
+        hbm: (options,) HBM on the average rank, in units.
+        host: (options,) memory on the average host, in units.
+        scale: (options, 3) what seconds, HBM and memory are multiplied by to be those of one shard.
+        terms: (options, most) numbers of the agreements that it is part of, by what is chosen; -1 for none.
+        subject: (agreements,) number of what each is about: of two about the same not both can be.
+        group: (tables,) number of the tables that each fuses with; those that have none to fuse with share a number.
+        mixing: (groups,) seconds more where some of the tables are cached and others not.
         budget: (2,) HBM of a rank and memory of a host in units; infinite where there is no limit.
     """
 
-    groups: tuple[Group, ...]
+    starts: IntArray
+    layout: npt.NDArray[np.object_]
+    scope: IntArray
+    pieces: IntArray
+    mode: npt.NDArray[np.object_]
+    ratio: FloatArray
+    held: FloatArray
+    seconds: FloatArray
+    hbm: FloatArray
+    host: FloatArray
+    scale: FloatArray
+    terms: IntArray
+    subject: IntArray
+    group: IntArray
+    mixing: FloatArray
     budget: FloatArray
-
-    def with_budget(self, hbm: float, host: float) -> Problem:
-        """The same problem under other budgets, in units."""
-        return Problem(self.groups, np.array([hbm, host]))
-
-    def minimising(self, resource: int) -> Problem:
-        """The same problem with the use of one budget (0 HBM, 1 host) as its cost, and that budget lifted."""
-        budget = self.budget.copy()
-        budget[resource] = np.inf
-        groups = []
-        for group in self.groups:
-            use, scale = (group.hbm, group.host)[resource], group.scale.copy()
-            scale[0] = scale[1 + resource]
-            groups.append(replace(group, seconds=np.where(np.isfinite(group.seconds), use, np.inf), scale=scale))
-        return Problem(tuple(groups), budget)
-
-    def limited(self, most: float = np.inf) -> Problem:
-        """The problem without shards that fit on no rank or host, or that take a rank longer than `most`."""
-        groups = []
-        for group in self.groups:
-            fits = group.seconds * group.scale[0] <= most
-            fits &= group.hbm * group.scale[1] <= self.budget[0] + SLACK
-            fits &= group.host * group.scale[2] <= self.budget[1] + SLACK
-            groups.append(replace(group, seconds=np.where(fits, group.seconds, np.inf)))
-        return Problem(tuple(groups), self.budget)
-
-    def without(self, closed: Callable[[Group, Module], bool]) -> Problem:
-        """The problem without some modules of groups."""
-        groups = []
-        for group in self.groups:
-            away = np.array([closed(group, module) for module in group.modules])
-            groups.append(replace(group, seconds=np.where(away[None, :], np.inf, group.seconds)))
-        return Problem(tuple(groups), self.budget)
-
-    def cost(self, choice: Choice) -> float:
-        """The cost of a choice on the average rank."""
-        pairs = zip(self.groups, choice, strict=True)
-        return float(sum(group.seconds[np.arange(len(mine)), mine].sum() for group, mine in pairs))
-
-    def mixing(self, choice: Choice) -> float:
-        """Seconds more for groups of which some tables are cached and others not."""
-        return sum(
-            group.mixing
-            for group, mine in zip(self.groups, choice, strict=True)
-            if len({group.modules[column].mode is Mode.CACHING for column in mine.tolist()}) > 1
-        )
-
-    def usage(self, choice: Choice) -> FloatArray:
-        """(2,) HBM and host memory of a choice on the average rank and host, in units."""
-        use = np.zeros(2)
-        for group, mine in zip(self.groups, choice, strict=True):
-            rows = np.arange(len(mine))
-            use += [group.hbm[rows, mine].sum(), group.host[rows, mine].sum()]
-        return use
-
-    def is_agreed(self, choice: Choice) -> bool:
-        """Whether tables agree on what they must agree on."""
-        agreed: dict[Hashable, Hashable] = {}
-        for group, mine in zip(self.groups, choice, strict=True):
-            for module in np.unique(mine).tolist():
-                for what, chosen in group.modules[module].agreements:
-                    if agreed.setdefault(what, chosen) != chosen:
-                        return False
-        return True
 
     @property
     def num_tables(self) -> int:
         """Number of tables."""
-        return sum(len(group.tables) for group in self.groups)
+        return len(self.group)
+
+    @cached_property
+    def table(self) -> IntArray:
+        """(options,) the table of each."""
+        return np.repeat(np.arange(self.num_tables), np.diff(self.starts))
+
+    @cached_property
+    def shards(self) -> FloatArray:
+        """(options, 3) time, HBM and host memory of a shard."""
+        means = np.stack([self.seconds, self.hbm, self.host], axis=1)
+        result: FloatArray = means * self.scale
+        return result
+
+    @cached_property
+    def cached(self) -> BoolArray:
+        """(options,) whether each is a cache."""
+        return np.array(self.mode == Mode.CACHING, dtype=bool)
 
     @property
     def has_shards(self) -> bool:
         """Whether a table may have shards that are not on all ranks."""
-        return any(m.layout.scope is not Scope.EVERYWHERE for group in self.groups for m in group.modules)
+        return bool((self.scope != EVERYWHERE).any())
+
+    def least(self, values: FloatArray) -> FloatArray:
+        """(tables,) the least of (options,) values."""
+        return _least(values, self.starts[:-1])
+
+    def cheapest(self, values: FloatArray) -> Choice:
+        """The first option of each table with the least of (options,) values."""
+        return cheapest(values, self.starts[:-1], self.table)
+
+    def priced(self, prices: FloatArray) -> FloatArray:
+        """(options,) seconds, and what is taken of both budgets at (2,) prices."""
+        cost: FloatArray = self.seconds + prices[0] * self.hbm + prices[1] * self.host
+        return cost
+
+    def with_budget(self, hbm: float, host: float) -> Problem:
+        """The same problem under other budgets, in units."""
+        return replace(self, budget=np.array([hbm, host]))
+
+    def without(self, closed: BoolArray) -> Problem:
+        """The problem without some of the (options,)."""
+        return replace(self, seconds=np.where(closed, np.inf, self.seconds))
+
+    def minimising(self, resource: int) -> Problem:
+        """The same problem with the use of one budget (0 HBM, 1 host) as its cost, and that budget lifted."""
+        budget, scale = self.budget.copy(), self.scale[:, [1 + resource, 1, 2]]
+        budget[resource] = np.inf
+        seconds = np.where(np.isfinite(self.seconds), (self.hbm, self.host)[resource], np.inf)
+        return replace(self, seconds=seconds, scale=scale, mixing=0 * self.mixing, budget=budget)
+
+    def limited(self, most: float = np.inf) -> Problem:
+        """The problem without shards that fit on no rank or host, or that take a rank longer than `most`."""
+        limits = np.array([most, *(self.budget + SLACK)])
+        return self.without(np.any(self.shards > limits, axis=1))
+
+    def cost(self, choice: Choice) -> float:
+        """The cost of a choice on the average rank."""
+        return float(self.seconds[choice].sum()) + self.mixed(choice)
+
+    def mixed(self, choice: Choice) -> float:
+        """Seconds more for groups of which some tables are cached and others not."""
+        kinds = np.unique(2 * self.group + self.cached[choice])
+        return float(self.mixing[np.bincount(kinds // 2, minlength=len(self.mixing)) > 1].sum())
+
+    def usage(self, choice: Choice) -> FloatArray:
+        """(2,) HBM and host memory of a choice on the average rank and host, in units."""
+        return np.array([self.hbm[choice].sum(), self.host[choice].sum()])
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether a choice keeps both budgets on the average rank and host."""
+        return bool(np.all(self.usage(choice) <= self.budget + SLACK))
+
+    def is_agreed(self, choice: Choice) -> bool:
+        """Whether tables agree on what they must agree on."""
+        terms = np.unique(self.terms[choice])
+        subjects = self.subject[terms[terms >= 0]]
+        return len(np.unique(subjects)) == len(subjects)
 
     def least_shard(self, resource: int) -> float:
         """The largest shard that some rank must hold: time (0), HBM (1) or host memory (2) of no plan is less."""
-        largest = 0.0
-        for group in self.groups:
-            measure = (group.seconds, group.hbm, group.host)[resource]
-            whole = np.where(np.isfinite(group.seconds), measure, 0.0) * group.scale[resource]
-            whole[~np.isfinite(group.seconds)] = np.inf
-            largest = max(largest, float(whole.min(axis=1).max(initial=0.0)))
-        return largest
+        shards = np.where(np.isfinite(self.seconds), self.shards[:, resource], np.inf)
+        return float(self.least(shards).max(initial=0.0))
+
+
+def _least(values: FloatArray, starts: IntArray) -> FloatArray:
+    found: FloatArray = np.minimum.reduceat(values, starts) if len(starts) else np.zeros(0)
+    return found
+
+
+def cheapest(values: FloatArray, starts: IntArray, rows: IntArray) -> IntArray:
+    """The first of the least of (options,) values of each row: those from a start up to the next one."""
+    at = np.flatnonzero(values == _least(values, starts)[rows])
+    found: IntArray = at[np.searchsorted(rows[at], np.arange(len(starts)))]
+    return found
 
 
 def budgets(request: PlanRequest) -> FloatArray:
@@ -211,51 +212,100 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
         SolveCancelledError: If `watch` says so.
     """
     grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
-    _check_columns(request)
+    cut_alike = _cut_alike(request)
     fused: dict[object, list[int]] = {}
     for index, table in enumerate(request.tables):
         fused.setdefault(table.fuse_key, []).append(index)
-    groups = [_group(request, indices, grid, watch) for indices in fused.values() if len(indices) > 1]
     alone = [indices[0] for indices in fused.values() if len(indices) == 1]
-    return Problem((*groups, *([_group(request, alone, grid, watch)] if alone else [])), budgets(request))
+    groups = [*(indices for indices in fused.values() if len(indices) > 1), *([alone] if alone else [])]
+    found: list[_Found] = []
+    group, mixing = np.zeros(len(request.tables), dtype=np.int64), np.zeros(len(groups))
+    for number, indices in enumerate(groups):
+        own, group[indices] = _group(request, indices, grid, cut_alike, watch), number
+        found += own
+        if request.runtime is Runtime.TORCHREC and indices is not alone:
+            mixes = len({each.options.mode is Mode.CACHING for each in own}) > 1
+            mixing[number] = mixing_time(request, [request.tables[index] for index in indices]) if mixes else 0.0
+    found.sort(key=lambda each: each[:2])  # of options as fast as each other a search takes the first: the narrowest
+    layouts = [each.options.layout for each in found]
+    sizes = [len(each.options.ratio) for each in found]
+    ratio, held, seconds, hbm, host = (
+        np.concatenate([np.zeros(0), *(getattr(each.options, name) for each in found)])
+        for name in ("ratio", "held", "seconds", "hbm", "host")
+    )
+    terms, subject = _numbered(found, sizes)
+    return Problem(
+        starts=np.searchsorted(np.repeat([each.table for each in found], sizes), np.arange(len(request.tables) + 1)),
+        layout=np.repeat(np.array(layouts, dtype=object), sizes),
+        scope=np.repeat(np.array([SCOPES.index(layout.scope) for layout in layouts], dtype=np.int64), sizes),
+        pieces=np.repeat(np.array([layout.pieces for layout in layouts], dtype=np.int64), sizes),
+        mode=np.repeat(np.array([each.options.mode for each in found], dtype=object), sizes),
+        ratio=ratio,
+        held=held,
+        seconds=seconds,
+        hbm=hbm / UNIT,
+        host=host / UNIT,
+        scale=np.repeat([whole_shards(request.topology, layout) for layout in layouts], sizes, axis=0).reshape(-1, 3),
+        terms=terms,
+        subject=subject,
+        group=group,
+        mixing=mixing,
+        budget=budgets(request),
+    )
 
 
-def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Watch | None) -> Group:
-    """Tables with one fuse key, or all that have no other to fuse with."""
+class _Found(NamedTuple):
+    """Options of a table, the width of the cache that they share, and what they want others to agree on."""
+
+    table: int
+    width: int
+    options: Options
+    agreements: list[Agreement]
+
+
+def _group(
+    request: PlanRequest, indices: list[int], grid: FloatArray, cut_alike: frozenset[str], watch: Watch | None
+) -> list[_Found]:
+    """The options of tables with one fuse key, or of all that have no other to fuse with."""
     is_fused = len({request.tables[index].fuse_key for index in indices}) < len(indices)
     pins = [t.ratio for t in (request.tables[index] for index in indices) if t.ratio and t.ratio < 1]
     fine, coarse = (np.unique([*ratios, *pins]) for ratios in (grid, _thinned(grid, len(request.tables))))
     shares_caches = is_fused and request.runtime is Runtime.TORCHREC
     shared = shared_caches(request, indices, fine) if shares_caches else {}
-    pinned = pinned_caches(request, indices) if shares_caches else {}
-    options = [_options(request, index, fine, coarse, shared.get(index), pinned.get(index), watch) for index in indices]
-    cached = {(each.layout.sharding, each.dim) for own in options for each in own if each.mode is Mode.CACHING}
-    cells: list[tuple[int, int, Module, float, float, float, float]] = []
-    for row, (index, own) in enumerate(zip(indices, options, strict=True)):
-        table = request.tables[index]
-        for each in own:
-            widths = [each.dim]
-            if shares_caches and each.mode is Mode.CACHING:
-                widths = [dim for sharding, dim in cached if sharding is each.layout.sharding and dim >= each.dim]
-            for width in widths:
-                agreements = _agreements(request, table, each, width) if is_fused else ()
-                agreements += _column_width(request, table, each.layout)
-                module = Module(each.layout, each.mode, each.ratio, agreements)
-                size = each.hbm + (width - each.dim) * each.slot_bytes
-                cells.append((width if shares_caches else 0, row, module, each.seconds, size, each.host, each.held))
-    cells.sort(key=lambda cell: cell[0])  # of modules as fast as each other a search takes the first: the narrowest
-    modules = {module: column for column, module in enumerate(dict.fromkeys(cell[2] for cell in cells))}
-    rows = np.array([cell[1] for cell in cells])
-    columns = np.array([modules[cell[2]] for cell in cells])
-    values = np.array([cell[3:] for cell in cells])
-    seconds = np.full((len(indices), len(modules)), np.inf)
-    hbm, host, held = (np.zeros(seconds.shape) for _ in range(3))
-    seconds[rows, columns], held[rows, columns] = values[:, 0], values[:, 3]
-    hbm[rows, columns], host[rows, columns] = values[:, 1:3].T / UNIT
-    scale = np.array([whole_shards(request, module.layout) for module in modules]).T
-    mixes = shares_caches and len({module.mode is Mode.CACHING for module in modules}) > 1
-    more = mixing(request, [request.tables[index] for index in indices]) if mixes else 0.0
-    return Group(tuple(indices), tuple(modules), seconds, hbm, host, held, scale, more)
+    pinned = _pinned_caches(request, indices) if shares_caches else {}
+    every = [_options(request, index, fine, coarse, shared.get(index), pinned.get(index), watch) for index in indices]
+    cached = {(each.layout.sharding, each.dim) for own in every for each in own if each.mode is Mode.CACHING}
+    found = []
+    for index, options in ((index, options) for index, own in zip(indices, every, strict=True) for options in own):
+        table, sharding, is_cache = request.tables[index], options.layout.sharding, options.mode is Mode.CACHING
+        agreements: list[Agreement] = []
+        if is_fused and request.runtime is Runtime.DYNAMICEMB:
+            agreements = [(("ratio", table.fuse_key, is_cache), _MODES.index(options.mode), options.ratio)]
+        if sharding is Sharding.COLUMN_WISE and not table.pooled and table.group in cut_alike:
+            agreements = [(("columns", table.group), 0, options.dim)]
+        if not (shares_caches and is_cache):
+            found.append(_Found(index, options.dim if shares_caches else 0, options, agreements))
+            continue
+        for width in (dim for kind, dim in cached if kind is sharding and dim >= options.dim):
+            own_ratio = options.ratio if options.layout == ROW_WISE else 0
+            agreed: Agreement = (("cache", table.fuse_key, sharding), own_ratio, width)
+            wider = options._replace(hbm=options.hbm + (width - options.dim) * options.slot_bytes)
+            found.append(_Found(index, width, wider, [agreed, *agreements]))
+    return found
+
+
+def _numbered(found: list[_Found], sizes: list[int]) -> tuple[IntArray, IntArray]:
+    """(options, most) numbers of agreements, ascending with what is chosen, and (agreements,) what each is about."""
+    subjects: dict[Hashable, int] = {}
+    keys = np.full((max((len(each.agreements) for each in found), default=0), sum(sizes), 3), -1.0)
+    for each, end, size in zip(found, np.cumsum(sizes).tolist(), sizes, strict=True):
+        for slot, (what, *choice) in enumerate(each.agreements):
+            mine = keys[slot, end - size : end]
+            mine[:, 0] = subjects.setdefault(what, len(subjects))
+            mine[:, 1], mine[:, 2] = choice
+    every, numbers = np.unique(keys.reshape(-1, 3), axis=0, return_inverse=True)
+    none = int((every[:, 0] < 0).sum())  # the first one, where there is any
+    return numbers.reshape(keys.shape[:2]).T - none, every[none:, 0].astype(np.int64)
 
 
 def shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) -> dict[int, FloatArray]:
@@ -274,32 +324,32 @@ def shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) 
         if any(len(own) > 1 for own in modes.values()):
             return {}
         able = [index for index in able if modes[index] == (Mode.CACHING,)]
-    if len(able) < 2:
-        return {}
-    rows = [request.tables[index].rows for index in able]
-    keys = [rank_load(request, request.tables[index], ROW_WISE).keys for index in able]
-    held = shared_cache(keys, rows, sum(rows) * ratios) / np.array(rows)[:, None]
-    return dict(zip(able, np.clip(held, 1e-9, 1 - 1e-9), strict=True))
+    return _held(request, able, ROW_WISE, sum(request.tables[index].rows for index in able) * ratios)
 
 
-def pinned_caches(request: PlanRequest, indices: list[int]) -> dict[int, float]:
+def _pinned_caches(request: PlanRequest, indices: list[int]) -> dict[int, FloatArray]:
     """Of each table that must be cached on one rank, at a given ratio, the fraction of its rows in the cache.
 
     The tables of a rank share a cache of all the rows that they are given. Which these are is open: every rank counts
     as if it had its part of all of them. Where ratios are the planner's to choose, a table is priced on its own.
     """
-    able = [
-        (index, table, table.ratio)
-        for index, table in ((index, request.tables[index]) for index in indices)
-        if table.eviction is Eviction.LRU and table.ratio and table_layouts(request, table) == (TABLE_WISE,)
-        and allowed_modes(request, table, TABLE_WISE) == (Mode.CACHING,)
-    ]  # fmt: skip
-    if len(able) < 2:
+    able, slots = [], 0.0
+    for index, table in ((index, request.tables[index]) for index in indices):
+        recent = table.eviction is Eviction.LRU and table_layouts(request, table) == (TABLE_WISE,)
+        if recent and table.ratio and allowed_modes(request, table, TABLE_WISE) == (Mode.CACHING,):
+            able.append(index)
+            slots += table.rows * table.ratio
+    return _held(request, able, TABLE_WISE, np.array([slots]))
+
+
+def _held(request: PlanRequest, indices: list[int], layout: Layout, slots: FloatArray) -> dict[int, FloatArray]:
+    """Of tables that share a cache, the fraction of the rows of each there at each size of it."""
+    if len(indices) < 2:
         return {}
-    keys = [rank_load(request, table, TABLE_WISE).keys for _, table, _ in able]
-    rows = [table.rows for _, table, _ in able]
-    held = shared_cache(keys, rows, np.array([sum(table.rows * ratio for _, table, ratio in able)]))[:, 0] / rows
-    return dict(zip((index for index, *_ in able), np.clip(held, 1e-9, 1 - 1e-9).tolist(), strict=True))
+    rows = [request.tables[index].rows for index in indices]
+    keys = [rank_load(request, request.tables[index], layout).keys for index in indices]
+    held = shared_cache(keys, rows, slots) / np.array(rows)[:, None]
+    return dict(zip(indices, np.clip(held, 1e-9, 1 - 1e-9), strict=True))
 
 
 def _options(
@@ -308,24 +358,21 @@ def _options(
     fine: FloatArray,
     coarse: FloatArray,
     shared: FloatArray | None,
-    pinned: float | None,
+    pinned: FloatArray | None,
     watch: Watch | None,
-) -> list[Option]:
+) -> list[Options]:
     """All placements of one table."""
     table = request.tables[index]
     if watch is not None and watch.is_over():
         what = f"is over before the placements of {len(request.tables)} tables are priced"
         remedy = "give more time, fewer tables or fewer ratio_steps"
         raise TimeIsUpError("solver.time_limit_s", request.solver.time_limit_s, what, remedy)
-    layouts = table_layouts(request, table)
+    found = []
     try:
-        found = []
-        for layout in layouts:
-            if layout == ROW_WISE:
-                found += table_options(request, table, fine, layout, shared=shared)
-            else:
-                own = None if pinned is None else np.full(len(coarse), pinned)
-                found += table_options(request, table, coarse, layout, shared=own)
+        for layout in table_layouts(request, table):
+            grid, held = (fine, shared) if layout == ROW_WISE else (coarse, pinned)
+            own = None if held is None else np.broadcast_to(held, grid.shape)
+            found += table_options(request, table, grid, layout, shared=own)
     except OverflowError:
         what = "asks for more bytes or lookups than can be counted"
         remedy = "lower ids_per_sample, features or step.samples_per_rank, or plan for fewer ranks"
@@ -342,57 +389,46 @@ def _thinned(grid: FloatArray, tables: int) -> FloatArray:
     return grid if len(grid) <= most else grid[np.unique(np.linspace(0, len(grid) - 1, most).round().astype(np.int64))]
 
 
-def _agreements(request: PlanRequest, table: Table, option: Option, width: int) -> tuple[Agreement, ...]:
-    """What fused tables agree on: ratios, and in TorchRec the width of the cache that they share."""
-    cached = option.mode is Mode.CACHING
-    if request.runtime is Runtime.DYNAMICEMB:
-        return ((("ratio", table.fuse_key, cached), (option.mode, option.ratio)),)
-    choice = (option.ratio, width) if option.layout == ROW_WISE else width
-    return ((("cache", table.fuse_key, option.layout.sharding), choice),) if cached else ()
+def _cut_alike(request: PlanRequest) -> frozenset[str]:
+    """Collections whose sequence tables are cut at one width: not those where widths that are given differ.
 
-
-def _column_width(request: PlanRequest, table: Table, layout: Layout) -> tuple[Agreement, ...]:
-    """Sequence tables of a TorchRec collection are cut at one width, unless those that are given differ."""
-    is_cut = request.runtime is Runtime.TORCHREC and layout.sharding is Sharding.COLUMN_WISE and not table.pooled
-    if not is_cut or len(_given_widths(request, table.group)) > 1:  # which is refused where the plan is applied
-        return ()
-    return ((("columns", table.group), table.dim // layout.pieces),)
-
-
-@lru_cache(maxsize=64)
-def _given_widths(request: PlanRequest, group: str) -> frozenset[int]:
-    """Widths of column shards that the sequence tables of a collection are given."""
-    mine = (t for t in request.tables if t.group == group and not t.pooled and Sharding.COLUMN_WISE in t.shardings)
-    return frozenset(table.dim // table.column_shards for table in mine if table.column_shards)
-
-
-def _check_columns(request: PlanRequest) -> None:
-    """Sequence tables of a collection that can only be cut into columns need a width that all of them can have."""
+    These are refused where a plan is applied. Tables that can only be cut need a width that all of them can have.
+    """
+    if request.runtime is not Runtime.TORCHREC:
+        return frozenset()
+    given: dict[str, set[int]] = {}
+    for table in request.tables:
+        if not table.pooled and Sharding.COLUMN_WISE in table.shardings:
+            widths = given.setdefault(table.group, set())
+            widths |= {table.dim // table.column_shards} if table.column_shards else set()
+    found = frozenset(group for group, widths in given.items() if len(widths) < 2)
     common: dict[str, tuple[int, set[int]]] = {}
     for index, table in enumerate(request.tables):
-        ways = set(table.shardings)
-        if request.runtime is not Runtime.TORCHREC or table.pooled or not ways - _POOLED_ONLY <= {Sharding.COLUMN_WISE}:
-            continue
-        if len(_given_widths(request, table.group)) > 1:
+        if (
+            table.pooled
+            or table.group not in found
+            or not set(table.shardings) - _POOLED_ONLY <= {Sharding.COLUMN_WISE}
+        ):
             continue
         widths = {table.dim // layout.pieces for layout in table_layouts(request, table)}
         first, known = common.get(table.group, (index, widths))
         common[table.group] = (first, known & widths)
         what = f"leaves {table.name!r} no width that {request.tables[first].name!r} of the same collection can have too"
         remedy = "TorchRec exchanges sequences of one width: allow row_wise, or make their widths multiples of one"
-        given = [sharding.value for sharding in table.shardings]
-        require(bool(known & widths), f"tables[{index}].sharding", given, what, remedy)
+        shardings = [sharding.value for sharding in table.shardings]
+        require(bool(known & widths), f"tables[{index}].sharding", shardings, what, remedy)
+    return found
 
 
-def whole_shards(request: PlanRequest, layout: Layout) -> FloatArray:
+def whole_shards(topology: Topology, layout: Layout) -> FloatArray:
     """(3,) what the time, HBM and memory of the average rank and host are multiplied by to be those of one shard.
 
     Time and HBM are those of the rank, or of each rank of the host, that the shard is on; memory is that of its host.
     """
     if layout.scope is Scope.EVERYWHERE:
         return np.ones(3)
-    places = layout.places(request.topology) / layout.pieces
-    hosts = request.topology.ranks // request.topology.local_ranks / layout.pieces
+    places = layout.places(topology) / layout.pieces
+    hosts = topology.ranks // topology.local_ranks / layout.pieces
     return np.array([places, places, hosts])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import highspy
@@ -11,11 +10,10 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from evenkeel.placement.limits import SolveCancelledError, Watch
-from evenkeel.placement.problem import SLACK, Choice, Problem
+from evenkeel.placement.problem import SLACK, BoolArray, Choice, Problem
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 MOST_COLUMNS = 50_000
 """Options of a program at most: HiGHS takes some 8 kB of memory for each."""
@@ -57,7 +55,7 @@ class Core:
     """Outcome of a program over some options.
 
     Attributes:
-        choice: The modules; `None` where none was found.
+        choice: The options; `None` where none was found.
         bound: No choice among the options costs less; infinite where there is none.
         proved: Whether the program was solved to its gap, or proved to have no solution.
     """
@@ -67,9 +65,9 @@ class Core:
     proved: bool
 
 
-def solve_core(problem: Problem, kept: list[BoolArray], *, gap: float, start: Choice | None, watch: Watch) -> Core:
-    """The cheapest choice among the options in `kept`, (tables, modules) of each group, to a relative gap."""
-    if not all(mask.any(axis=1).all() for mask in kept):
+def solve_core(problem: Problem, kept: BoolArray, *, gap: float, start: Choice | None, watch: Watch) -> Core:
+    """The cheapest choice among those of the (options,) that are `kept`, to a relative gap."""
+    if len(np.unique(problem.table[kept])) < problem.num_tables:
         return Core(None, np.inf, True)
     if watch.is_over():
         return Core(None, -np.inf, False)
@@ -90,7 +88,7 @@ def solve_core(problem: Problem, kept: list[BoolArray], *, gap: float, start: Ch
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return Core(None, np.inf if proved else -np.inf, proved)
     values = np.array(solver.getSolution().col_value)
-    cost, claimed = float(program.costs @ values), float(info.objective_function_value) / program.scale
+    cost, claimed = float(program.costs @ values) - program.free, float(info.objective_function_value) / program.scale
     if abs(claimed - cost) > _ROUNDING * (1 / program.scale + abs(cost)):
         # The objective is not that of the point: whatever else is said is in doubt.
         return Core(program.choice(values), -np.inf, False)
@@ -98,51 +96,46 @@ def solve_core(problem: Problem, kept: list[BoolArray], *, gap: float, start: Ch
 
 
 class _Program:
-    """Columns: which option each table takes, then which choice each agreement is."""
+    """Columns: which option each table takes, then what is chosen of all that there is more than one choice for."""
 
-    def __init__(self, problem: Problem, kept: list[BoolArray]) -> None:
-        self.problem = problem
-        self.cells = [np.nonzero(mask) for mask in kept]
-        pairs = list(zip(problem.groups, self.cells, strict=True))
-        self.ends = np.cumsum([len(rows) for rows, _ in self.cells])
-        self.choices: dict[Hashable, dict[Hashable, int]] = {}
-        """Of each agreement that there is more than one choice for, the column of each."""
-        for group, (_, modules) in pairs:
-            for module in np.unique(modules).tolist():
-                for what, choice in group.modules[module].agreements:
-                    self.choices.setdefault(what, {}).setdefault(choice, 0)
-        self.choices = {what: found for what, found in self.choices.items() if len(found) > 1}
-        number = int(self.ends[-1])
-        for found in self.choices.values():
-            for choice in found:
-                found[choice] = number
-                number += 1
-        none = np.zeros(number - int(self.ends[-1]))
-        self.costs = np.concatenate([*(group.seconds[cells] for group, cells in pairs), none])
-        self.uses = [
-            np.concatenate([*(use[cells] for use, cells in zip(uses, self.cells, strict=True)), none])
-            for uses in ([group.hbm for group in problem.groups], [group.host for group in problem.groups])
-        ]
+    def __init__(self, problem: Problem, kept: BoolArray) -> None:
+        self.problem, self.options = problem, np.flatnonzero(kept)
+        self.table = problem.table[self.options]
+        terms = problem.terms[self.options]
+        subject, open_terms = problem.subject, np.unique(terms[terms >= 0])
+        open_terms = open_terms[np.bincount(subject[open_terms])[subject[open_terms]] > 1]
+        self.subject = np.unique(subject[open_terms], return_inverse=True)[1]
+        """Of each further column, the number of what it is about."""
+        column = np.full(len(subject) + 1, -1)  # the last one is that of no agreement
+        column[open_terms] = len(self.options) + np.arange(len(open_terms))
+        # Groups that cost more mixed: whether they have caches, and whether they have others, of which one is free.
+        mixing = problem.mixing[problem.group[self.table]]
+        dear, kind = np.unique(
+            (2 * problem.group[self.table] + problem.cached[self.options])[mixing > 0], return_inverse=True
+        )
+        kinds = np.full(len(self.options), -1)
+        kinds[mixing > 0] = len(self.options) + len(open_terms) + kind
+        self.links = np.concatenate([column[terms], kinds[:, None]], axis=1)
+        """(options, most) columns that each can be taken with only; -1 for none."""
+        self.free = float(problem.mixing[np.unique(dear // 2)].sum())
+        none = np.zeros(len(open_terms) + len(dear))
+        self.costs = np.concatenate([problem.seconds[self.options], none[: len(open_terms)], problem.mixing[dear // 2]])
+        self.uses = [np.concatenate([use[self.options], none]) for use in (problem.hbm, problem.host)]
         self.scale = _FINER / max(float(np.abs(self.costs).max(initial=0.0)), 1e-300)
 
     def model(self) -> highspy.HighsLp:
         """What HiGHS solves: an option for each table, one choice for each agreement, both budgets kept."""
-        parts: list[tuple[sp.csr_matrix, float, float]] = []
-        columns, begin = len(self.costs), 0
-        one_each = [_matrix(np.zeros(len(found)), [*found.values()], columns) for found in self.choices.values()]
-        parts += [(matrix, -np.inf, 1.0) for matrix in one_each]
-        for group, (rows, modules), end in zip(self.problem.groups, self.cells, self.ends.tolist(), strict=True):
-            mine = np.arange(begin, end)
-            begin = end
-            parts.append((_matrix(rows, mine, columns), 1.0, 1.0))
-            for slot in range(max((len(module.agreements) for module in group.modules), default=0)):
-                agreed = np.array([self._column(module.agreements[slot : slot + 1]) for module in group.modules])
-                linked = agreed[modules] >= 0
-                if linked.any():  # a table's options that need a choice are taken only if the choice is made
-                    pairs = np.stack([rows[linked], agreed[modules][linked]])
-                    unique, row = np.unique(pairs, axis=1, return_inverse=True)
-                    taken = _matrix(row.ravel(), mine[linked], columns)
-                    parts.append((taken - _matrix(np.arange(unique.shape[1]), unique[1], columns), -np.inf, 0.0))
+        columns, number = len(self.costs), len(self.options)
+        parts: list[tuple[sp.csr_matrix, float, float]] = [(_matrix(self.table, np.arange(number), columns), 1.0, 1.0)]
+        if len(self.subject):
+            chosen = np.arange(number, number + len(self.subject))
+            parts.append((_matrix(self.subject, chosen, columns), -np.inf, 1.0))
+        for link in self.links.T:
+            linked = np.flatnonzero(link >= 0)
+            if len(linked):  # a table's options that need a choice are taken only if the choice is made
+                pairs, row = np.unique(np.stack([self.table[linked], link[linked]]), axis=1, return_inverse=True)
+                taken = _matrix(row.ravel(), linked, columns)
+                parts.append((taken - _matrix(np.arange(pairs.shape[1]), pairs[1], columns), -np.inf, 0.0))
         for use, budget in zip(self.uses, self.problem.budget.tolist(), strict=True):
             if np.isfinite(budget):
                 parts.append((sp.csr_matrix(use[None, :]), -np.inf, budget + SLACK / 2))
@@ -150,7 +143,7 @@ class _Program:
         sides = np.array([(low, high) for part, low, high in parts for _ in range(part.shape[0])])
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = columns, matrix.shape[0]
-        model.col_cost_ = self.costs * self.scale
+        model.col_cost_, model.offset_ = self.costs * self.scale, -self.free * self.scale
         model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
         model.row_lower_ = np.where(np.isneginf(sides[:, 0]), -highspy.kHighsInf, sides[:, 0])
         model.row_upper_ = sides[:, 1]
@@ -160,35 +153,17 @@ class _Program:
         model.integrality_ = [highspy.HighsVarType.kInteger] * columns
         return model
 
-    def _column(self, agreements: tuple[tuple[Hashable, Hashable], ...]) -> int:
-        return next((self.choices.get(what, {}).get(choice, -1) for what, choice in agreements), -1)
-
     def values(self, choice: Choice) -> FloatArray | None:
         """(columns,) the values that stand for a choice; `None` where an option of it is not in the program."""
         values = np.zeros(len(self.costs))
-        begin = 0
-        for group, (rows, modules), mine, end in zip(
-            self.problem.groups, self.cells, choice, self.ends.tolist(), strict=True
-        ):
-            taken = mine[rows] == modules
-            if taken.sum() < len(mine):
-                return None
-            values[begin:end] = taken
-            begin = end
-            for module in np.unique(mine).tolist():
-                agreed = [self._column((agreement,)) for agreement in group.modules[module].agreements]
-                values[[column for column in agreed if column >= 0]] = 1.0
-        return values
+        taken = np.flatnonzero(choice[self.table] == self.options)
+        links = self.links[taken]
+        values[taken] = values[links[links >= 0]] = 1.0
+        return values if len(taken) == len(choice) else None
 
     def choice(self, values: FloatArray) -> Choice:
-        """For each group, the module of each of its tables."""
-        found = []
-        for (rows, modules), own in zip(self.cells, np.split(values, self.ends), strict=False):
-            taken = own > 0.5
-            mine = np.zeros(int(rows.max(initial=-1)) + 1, dtype=np.int64)
-            mine[rows[taken]] = modules[taken]
-            found.append(mine)
-        return tuple(found)
+        """The option of each table."""
+        return self.options[values[: len(self.options)] > 0.5]
 
 
 def _matrix(rows: IntArray | FloatArray, columns: IntArray | list[int], width: int) -> sp.csr_matrix:

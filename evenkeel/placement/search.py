@@ -8,7 +8,6 @@ no better one, and the others are the core, a mixed-integer program.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import highspy
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenkeel.placement.limits import Watch
-from evenkeel.placement.problem import SLACK, Choice, Group, Problem
+from evenkeel.placement.problem import SLACK, BoolArray, Choice, Problem, cheapest
 from evenkeel.placement.program import MOST_COLUMNS, Highs, solve_core
 
 FloatArray = npt.NDArray[np.float64]
@@ -39,10 +38,10 @@ _SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice of a module for each table.
+    """A choice of an option for each table.
 
     Attributes:
-        choice: The modules; `None` where no choice was found.
+        choice: The options; `None` where no choice was found.
         cost: Seconds a step, or units of a budget; infinite without a choice.
         bound: No choice costs less; infinite where there is none.
         proved: Whether the search ended by itself, not by its time limit.
@@ -56,74 +55,95 @@ class Solution:
     prices: FloatArray
 
 
+_NOTHING = Solution(None, np.inf, np.inf, True, np.zeros(2))
+
+
 def solve(problem: Problem, watch: Watch, *, gap: float = 0.0, start: Choice | None = None) -> Solution:
     """The cheapest choice within both budgets on the average rank, to a relative gap, or the best found in time."""
-    return _Search(problem.limited(), watch, gap).run(start)
+    limited = problem.limited()
+    if not np.isfinite(problem.least(limited.seconds)).all():
+        return _NOTHING
+    return _Search(limited, watch, gap).run(start)
 
 
 class PricedGroup:
-    """A group under prices. Of what its tables agree on, at most two things are gone through; others are relaxed."""
+    """Tables that fuse, under prices. Of what they agree on, at most two things are gone through; others are relaxed.
 
-    def __init__(self, group: Group) -> None:
-        """Finds the two things with most choices that no module has both of."""
-        self.group = group
-        axes: dict[Hashable, dict[Hashable, list[int]]] = {}
-        for column in np.flatnonzero(np.isfinite(group.seconds).any(axis=0)).tolist():
-            for what, choice in group.modules[column].agreements:
-                axes.setdefault(what, {}).setdefault(choice, []).append(column)
-        self.sides: list[IntArray] = []
-        taken: set[int] = set()
-        pairs = 1
-        for choices in sorted(axes.values(), key=len, reverse=True):
-            columns = {column for members in choices.values() for column in members}
-            size = len(choices) + 1
-            if len(choices) > 1 and len(self.sides) < 2 and not columns & taken and pairs * size <= _MOST_PAIRS:
-                pairs *= size
-                taken |= columns
-                side = np.full((size, max(map(len, choices.values()))), len(group.modules), dtype=np.int64)
-                for number, members in enumerate(choices.values()):
-                    side[number, : len(members)] = members
-                self.sides.append(side)
-        self.sides += [np.full((1, 1), len(group.modules), dtype=np.int64)] * (2 - len(self.sides))
-        self.free = np.array([m for m in range(len(group.modules)) if m not in taken], dtype=np.int64)
+    Attributes:
+        tables: Those.
+        options: What they may choose from.
+    """
+
+    def __init__(self, problem: Problem, group: int) -> None:
+        """Finds the two things with most choices that no option has both of."""
+        mine = problem.group == group
+        self.problem, self.tables = problem, np.flatnonzero(mine)
+        self.options = np.flatnonzero(mine[problem.table] & np.isfinite(problem.seconds))
+        self.rows = np.searchsorted(self.tables, problem.table[self.options])
+        terms, subject = problem.terms[self.options], problem.subject
+        choices = np.bincount(subject[np.unique(terms[terms >= 0])], minlength=1)
+        self.sizes, self.sides = [1, 1], [np.zeros_like(self.rows)] * 2
+        """Of both things, the number of choices and one more, and what (options,) choose; the last is neither."""
+        self.is_free = np.ones(len(self.options), dtype=bool)
+        found = 0
+        for what in np.argsort(-choices, kind="stable").tolist():
+            about = (terms >= 0) & (np.append(subject, -1)[terms] == what)
+            members, size = about.any(axis=1), int(choices[what]) + 1
+            if size > 2 and found < 2 and self.is_free[members].all() and self.sizes[0] * size <= _MOST_PAIRS:
+                self.sizes[found], self.sides[found] = size, np.full(len(self.options), size - 1)
+                self.sides[found][members] = np.unique(terms[about], return_inverse=True)[1]
+                self.is_free &= ~members
+                found += 1
+        self.in_second = self.sides[1] < self.sizes[1] - 1
+        self.starts = np.searchsorted(self.rows, np.arange(len(self.tables)))
+        self.regimes: list[tuple[BoolArray | None, float]] = [(None, float(problem.mixing[group]))]
+        """What may not be chosen in each, and what it costs more: cached and other options, or either alone."""
+        if problem.mixing[group]:
+            cached = problem.cached[self.options]
+            self.regimes += [(cached, 0.0), (~cached, 0.0)]
 
     def price(self, prices: FloatArray, rows: slice = slice(None)) -> tuple[float, IntArray]:
-        """Least priced cost of some of the tables, infinite where they cannot agree, and the modules that have it."""
-        priced = self._priced(prices)[rows]
-        first, second = self._sides_of(priced)
-        totals = self._totals(first, second)
-        best = np.unravel_index(int(totals.argmin()), totals.shape)
-        opened = np.concatenate([self.free, *(side[number] for side, number in zip(self.sides, best, strict=True))])
-        chosen = opened[priced[:, opened].argmin(axis=1)]
-        return float(totals[best]), np.minimum(chosen, len(self.group.modules) - 1)
+        """Least priced cost of some of the tables, infinite where they cannot agree, and the options of all of them."""
+        best, opened = np.inf, np.zeros(len(self.options))
+        for closed, more in self.regimes:
+            priced, first, second = self._priced(prices, closed)
+            totals = self._totals(first[rows], second[rows]) + more
+            pair = np.unravel_index(int(totals.argmin()), totals.shape)
+            if totals[pair] < best:
+                chosen = np.where(self.in_second, self.sides[1] == pair[1], self.sides[0] == pair[0])
+                best, opened = float(totals[pair]), np.where(chosen | self.is_free, priced, np.inf)
+        return best, self.options[cheapest(opened, self.starts, self.rows)]
 
     def floors(self, prices: FloatArray) -> FloatArray:
-        """(tables, modules) no choice of the group with that module for that table has a lower priced cost."""
-        priced = self._priced(prices)
-        first, second = self._sides_of(priced)
+        """(options,) no choice of the group with that option has a lower priced cost."""
+        found: FloatArray = np.min([self._floors(prices, closed) + more for closed, more in self.regimes], axis=0)
+        return found
+
+    def _floors(self, prices: FloatArray, closed: BoolArray | None) -> FloatArray:
+        """(options,) the same in a regime."""
+        priced, first, second = self._priced(prices, closed)
         totals = self._totals(first, second)
-        floors = np.full(priced.shape, np.inf)
-        for part in self._blocks(len(priced)):
+        least = np.empty(first.shape), np.empty(second.shape)
+        for part in self._blocks(len(first)):
             own = np.minimum(first[part, :, None], second[part, None, :])
             own[np.isinf(own)] = 0.0
             others = np.subtract(totals, own, out=own)  # least cost of all other tables
-            leasts = others.min(axis=2), others.min(axis=1)
-            floors[part, self.free] = leasts[1].min(axis=1)[:, None]
-            for side, least in zip(self.sides, leasts, strict=True):
-                for number, members in enumerate(side[:-1]):
-                    floors[part, members] = least[:, number : number + 1]
-        return (floors + priced)[:, :-1]
+            least[0][part], least[1][part] = others.min(axis=2), others.min(axis=1)
+        of_first, of_second = (each[self.rows, side] for each, side in zip(least, self.sides, strict=True))
+        of_free = least[0].min(axis=1)[self.rows]
+        found: FloatArray = priced + np.where(self.is_free, of_free, np.where(self.in_second, of_second, of_first))
+        return found
 
-    def _priced(self, prices: FloatArray) -> FloatArray:
-        """(tables, modules + 1) priced costs; the last is infinite, for what is not there."""
-        priced = self.group.seconds + prices[0] * self.group.hbm + prices[1] * self.group.host
-        return np.concatenate([priced, np.full((len(priced), 1), np.inf)], axis=1)
-
-    def _sides_of(self, priced: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(tables, choices) least of each table by the choice of either side; in the first also of what is free."""
-        free = priced[:, [*self.free, -1]].min(axis=1)
-        first, second = (priced[:, side].min(axis=2) for side in self.sides)
-        return np.minimum(first, free[:, None]), second
+    def _priced(self, prices: FloatArray, closed: BoolArray | None) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(options,) priced costs, and (tables, choices) least of each side; in the first also of what is free."""
+        priced = self.problem.priced(prices)[self.options]
+        priced = priced if closed is None else np.where(closed, np.inf, priced)
+        found = []
+        for side, size, out in zip(self.sides, self.sizes, (self.in_second, ~self.in_second), strict=True):
+            least = np.full(len(self.tables) * size, np.inf)
+            np.minimum.at(least, self.rows * size + side, np.where(out, np.inf, priced))
+            found.append(least.reshape(-1, size))
+        return priced, np.minimum(found[0], found[0][:, -1:]), found[1]
 
     def _totals(self, first: FloatArray, second: FloatArray) -> FloatArray:
         """(first, second) sums over tables for each pair of choices."""
@@ -133,7 +153,7 @@ class PricedGroup:
         return totals
 
     def _blocks(self, rows: int) -> list[slice]:
-        step = max(1, _BLOCK // (len(self.sides[0]) * len(self.sides[1])))
+        step = max(1, _BLOCK // (self.sizes[0] * self.sizes[1]))
         return [slice(first, first + step) for first in range(0, rows, step)]
 
 
@@ -153,10 +173,10 @@ class _Search:
 
     def __init__(self, problem: Problem, watch: Watch, gap: float) -> None:
         self.problem, self.watch, self.gap = problem, watch, gap
-        self.groups = [PricedGroup(group) for group in problem.groups]
+        self.groups = [PricedGroup(problem, group) for group in range(len(problem.mixing))]
         self.limited = np.isfinite(problem.budget)
-        finite = [np.where(np.isfinite(group.seconds), group.seconds, 0.0) for group in problem.groups]
-        self.dearest = float(sum(seconds.max(axis=1).sum() for seconds in finite)) * (1 + 1e-9) + 1e-12
+        dearest = -problem.least(-np.where(np.isfinite(problem.seconds), problem.seconds, 0.0))
+        self.dearest = float(dearest.sum() + problem.mixing.sum()) * (1 + 1e-9) + 1e-12
         self.scale = np.where(self.limited, self.dearest / np.maximum(problem.budget, 1.0), 0.0)
         self.points: list[_Point] = []
         self.best: Choice | None = None
@@ -164,16 +184,13 @@ class _Search:
 
     def run(self, start: Choice | None) -> Solution:
         """Prices, then cores."""
-        none = Solution(None, np.inf, np.inf, True, np.zeros(2))
-        if any(not np.isfinite(group.seconds).any(axis=1).all() for group in self.problem.groups):
-            return none
         self.watch.is_over()
         if start is not None:
             self._offer(start)
         self._find_prices()
         best = max(self.points, key=lambda point: point.value)
         if best.value > self.dearest:
-            return none
+            return _NOTHING
         if self.cost > best.value * (1 + self.gap):
             self._towards(best.prices)
         bound, proved = self._cores(best.value)
@@ -189,21 +206,24 @@ class _Search:
         if not np.isfinite(value):
             self.points.append(_Point(prices, np.inf, np.zeros(2), least))
             return self.points[-1]
-        choice = tuple(chosen for _, chosen in found)
+        choice = np.zeros(self.problem.num_tables, dtype=np.int64)
+        for group, (_, chosen) in zip(self.groups, found, strict=True):
+            choice[group.tables] = chosen
         excess = np.where(self.limited, self.problem.usage(choice) - self.problem.budget - SLACK, -1.0)
         if np.all(excess <= 0):
             self._offer(choice)
         self.points.append(_Point(prices, value, excess, least))
         return self.points[-1]
 
-    def _floors(self) -> list[FloatArray]:
-        """(tables, modules) of each group: no choice with that module for that table costs less, by any prices."""
-        floors = [np.full(group.seconds.shape, -np.inf) for group in self.problem.groups]
+    def _floors(self) -> FloatArray:
+        """(options,) no choice with that option costs less, by any prices."""
+        floors = np.where(np.isfinite(self.problem.seconds), -np.inf, np.inf)
         for point in sorted(self.points, key=lambda point: -point.value):
-            for floor, group, least in zip(floors, self.groups, point.least, strict=True):
+            for group, least in zip(self.groups, point.least, strict=True):
                 if self.watch.is_over():
                     return floors
-                np.maximum(floor, group.floors(point.prices) + (point.value - least), out=floor)
+                better = group.floors(point.prices) + (point.value - least)
+                floors[group.options] = np.maximum(floors[group.options], better)
         return floors
 
     def _find_prices(self) -> None:
@@ -234,8 +254,7 @@ class _Search:
     def _offer(self, choice: Choice) -> bool:
         """Takes a choice that keeps the budgets and is agreed on, if it is the best so far; whether it is allowed."""
         cost = self.problem.cost(choice)
-        fits = bool(np.all(self.problem.usage(choice) <= self.problem.budget + SLACK))
-        if not fits or not np.isfinite(cost) or not self.problem.is_agreed(choice):
+        if not self.problem.fits(choice) or not np.isfinite(cost) or not self.problem.is_agreed(choice):
             return False
         if cost < self.cost:
             self.best, self.cost = choice, cost
@@ -254,16 +273,16 @@ class _Search:
     def _cores(self, bound: float) -> tuple[float, bool]:
         """Programs over more and more options; the bound that they prove, and whether that settles the search."""
         floors = self._floors()
-        finite = np.sort(np.concatenate([floor[np.isfinite(floor)] for floor in floors] or [np.zeros(1)]))
+        finite = np.sort(floors[np.isfinite(floors)])
         size = _FIRST_CORE + 3 * self.problem.num_tables
         while True:
             cutoff = self.dearest * (1 + 1e-6) if self.best is None else self.cost * (1 - self.gap)
             if bound >= cutoff:
                 return bound, True
             reach = min(cutoff, float(finite[size]) if size < len(finite) else np.inf)
-            kept = [floor < reach for floor in floors]
+            kept = floors < reach
             is_all = reach >= cutoff
-            if self.watch.is_over() or sum(int(mask.sum()) for mask in kept) > MOST_COLUMNS:
+            if self.watch.is_over() or kept.sum() > MOST_COLUMNS:
                 return bound, False
             watch = self.watch.part(1.0 if is_all else _SHARE)
             gap = self.gap / 2 if is_all else max(self.gap / 2, _FIRST_GAP)

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.placing import place, solve_and_place
 from evenkeel.placement.plan import Shortage
-from evenkeel.placement.problem import SLACK, UNIT, Choice, Problem, budgets
+from evenkeel.placement.problem import EVERYWHERE, SLACK, UNIT, Choice, Problem, budgets
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.search import solve
 
@@ -47,12 +46,10 @@ def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Sh
 
 def _without_rank(problem: Problem) -> list[int]:
     """Tables of which no shard fits on a rank and its host, though they could be on some."""
-    found = []
-    for group, fitting in zip(problem.groups, problem.limited().groups, strict=True):
-        sharded = np.array([module.layout.scope is not Scope.EVERYWHERE for module in group.modules])
-        only = np.isfinite(group.seconds[:, sharded]).any(axis=1) & ~np.isfinite(group.seconds[:, ~sharded]).any(axis=1)
-        fits = np.isfinite(fitting.seconds).any(axis=1)
-        found += [group.tables[row] for row in np.flatnonzero(only & ~fits)]
+    everywhere = problem.least(np.where(problem.scope == EVERYWHERE, problem.seconds, np.inf))
+    found: list[int] = np.flatnonzero(
+        np.isinf(np.minimum(everywhere, problem.least(problem.limited().seconds)))
+    ).tolist()
     return found
 
 
@@ -105,11 +102,8 @@ def smallest_bytes(request: PlanRequest, resource: int, units: float) -> int:
 
 def _largest(request: PlanRequest, problem: Problem, choice: Choice | None, resource: int) -> list[str]:
     """Names of the tables that take most of a budget in a choice, the largest five."""
-    sizes: list[tuple[float, str]] = []
-    for group, mine in zip(problem.groups, choice or (), strict=choice is not None):
-        use = group.host if resource else group.hbm
-        sizes += [(-float(use[row, mine[row]]), request.tables[table].name) for row, table in enumerate(group.tables)]
-    return [name for _, name in sorted(sizes)[:5]]
+    use = [] if choice is None else (problem.host if resource else problem.hbm)[choice].tolist()
+    return [name for _, name in sorted((-size, table.name) for size, table in zip(use, request.tables))[:5]]  # noqa: B905
 
 
 def _explain(

@@ -2,15 +2,28 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf
-from evenkeel.placement.layouts import ROW_WISE, Scope
-from evenkeel.placement.options import Option, ratio_grid, table_layouts, table_options
+from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
 from evenkeel.placement.options import mixing as mixing_time
+from evenkeel.placement.options import ratio_grid, table_layouts, table_options
 from evenkeel.placement.problem import SLACK, UNIT, budgets, shared_caches, whole_shards
+
+
+class Option(NamedTuple):
+    layout: Layout
+    mode: Mode
+    dim: int
+    ratio: float
+    held: float
+    seconds: float
+    hbm: float
+    host: float
+    slot_bytes: float
 
 
 def random_tables(count: int, seed: int, **same: object) -> tuple[Table, ...]:
@@ -72,11 +85,8 @@ def mixed_request(seed: int) -> PlanRequest:
     return PlanRequest(tables=tables, topology=topology, runtime=runtime, step=step)
 
 
-def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = None, *, mixing: bool = False) -> float:
-    """Kernel time of the best of all choices of options and of places for every piece, cached widths as they come.
-
-    With `mixing`, that of tables that are cached beside others of their kernel is added.
-    """
+def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = None) -> float:
+    """Kernel time of the best of all choices of options and of places for every piece, cached widths as they come."""
     grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
     fused: dict[object, list[int]] = {}
     for index, table in enumerate(request.tables):
@@ -89,8 +99,11 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
         for index in indices:
             for layout in table_layouts(request, table := request.tables[index]):
                 held = shared.get(index) if layout == ROW_WISE else None
-                every[index] += table_options(request, table, ratios, layout, shared=held)
+                for own in table_options(request, table, ratios, layout, shared=held):
+                    figures = zip(*(column.tolist() for column in own[3:]), strict=True)
+                    every[index] += [Option(*own[:3], *each) for each in figures]
     budget, best = budgets(request), np.inf
+    mixing = [(own, mixing_time(request, [request.tables[index] for index in own])) for own in fused.values()]
     for choice in itertools.product(*every):
         if not _is_agreed(request, choice):
             continue
@@ -103,13 +116,13 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
         for table, option in zip(request.tables, choice, strict=True):
             width = widths.get((table.fuse_key, option.layout.sharding), option.dim)  # slots are those of caches
             hbm = (option.hbm + (width - option.dim) * option.slot_bytes) / UNIT
-            shard = np.array([option.seconds, hbm, option.host / UNIT]) * whole_shards(request, option.layout)
+            shard = np.array([option.seconds, hbm, option.host / UNIT]) * whole_shards(request.topology, option.layout)
             load = _ways(request, option.layout.scope, option.layout.pieces, shard)
             total = (total[:, None] + load[None]).reshape(-1, 3, request.topology.ranks)
         hosts = total[:, 2].reshape(len(total), -1, request.topology.local_ranks).sum(axis=2)
-        for indices in fused.values() if mixing else ():
+        for indices, seconds in mixing:
             if len({choice[index].mode is Mode.CACHING for index in indices}) > 1:
-                total[:, 0] += mixing_time(request, [request.tables[index] for index in indices])
+                total[:, 0] += seconds
         fits = (total[:, 1].max(axis=1) <= budget[0] + SLACK) & (hosts.max(axis=1) <= budget[1] + SLACK)
         best = min(best, float(np.where(fits, total[:, 0].max(axis=1), np.inf).min()))
     return best

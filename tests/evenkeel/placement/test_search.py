@@ -34,7 +34,7 @@ from evenkeel.placement.layouts import ROW_WISE
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.planner import trivial_plans
-from evenkeel.placement.problem import Group, Module, Problem, build_problem
+from evenkeel.placement.problem import Problem, build_problem
 from evenkeel.placement.program import solve_core
 from evenkeel.placement.search import solve
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
@@ -64,8 +64,7 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert problem.is_agreed(found.choice)
     assert np.all(problem.usage(found.choice) <= problem.budget + 1e-6)
     limited = problem.limited()
-    everything = [np.isfinite(group.seconds) for group in limited.groups]
-    alone = solve_core(limited, everything, gap=0.0, start=None, watch=Watch(20))
+    alone = solve_core(limited, np.isfinite(limited.seconds), gap=0.0, start=None, watch=Watch(20))
     assert alone.bound == pytest.approx(expected, rel=1e-7), "without prices, starts and what they rule out"
 
 
@@ -74,12 +73,26 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
 def test_small_plans_are_the_best_where_mixing_modes_costs_time(seed: int) -> None:
     asked = replace(mixed_request(seed), solver=SolverOptions(ratio_steps=4))
     found = plan(asked, clock=time.process_time)
-    best = brute_force(asked, mixing=True)
+    best = brute_force(asked)
     if found.seconds is None or found.bound_seconds is None:
         assert not np.isfinite(best)
         return
     assert found.bound_seconds <= best * (1 + 1e-7)
     assert found.seconds == pytest.approx(best, rel=1e-6)
+
+
+@given(st.integers(0, 10_000_000), st.integers(1, 8), st.floats(0.05, 0.9))
+@settings(max_examples=15, deadline=None)
+def test_collections_that_cost_more_mixed_are_solved_to_the_gap(seed: int, groups: int, part: float) -> None:
+    tables = [replace(t, group=f"g{i % groups}") for i, t in enumerate(random_tables(60, seed, pooled=True))]
+    size = sum(table.rows * table.dim * 8 for table in tables) / 2**30
+    solver = SolverOptions(ratio_steps=10, gap=0.005, time_limit_s=30)
+    asked = request(tuple(tables), hbm_gib=2.2 + part * size / 8, runtime="torchrec", solver=solver)
+    found = plan(asked, clock=time.process_time)
+    if found.seconds is not None:
+        assert found.status is Status.OPTIMAL
+        assert found.gap is not None
+        assert found.gap <= 0.005 * 1.001
 
 
 @given(st.integers(0, 10_000_000), st.floats(0, 0.02))
@@ -187,11 +200,27 @@ def test_the_gap_of_many_tables_is_as_asked(runtime: str) -> None:
 
 def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
     size = np.array([5 - 5e-7, 5, 4 + 1e-6, 8 - 1e-6, 4 + 5e-7, 6])
-    none, modules = np.zeros(6), (Module(ROW_WISE, Mode.HBM_ONLY, 1.0), Module(ROW_WISE, Mode.HOST_ONLY, 0.0))
+    none, zeros = np.zeros(6), np.zeros(12, dtype=np.int64)
     seconds, hbm = np.stack([none, size], axis=1), np.stack([1e3 * size.round(), none], axis=1)
-    group = Group(tuple(range(6)), modules, seconds, hbm, np.zeros((6, 2)), np.zeros((6, 2)), np.ones((3, 2)))
-    problem = Problem((group,), np.array([16e3, np.inf]))
-    core = solve_core(problem, [seconds >= 0], gap=0.0, start=None, watch=Watch())
+    problem = Problem(
+        starts=np.arange(0, 14, 2),
+        layout=np.full(12, ROW_WISE),
+        scope=zeros,
+        pieces=zeros + 1,
+        mode=np.tile(np.array([Mode.HBM_ONLY, Mode.HOST_ONLY], dtype=object), 6),
+        ratio=np.tile([1.0, 0.0], 6),
+        held=np.tile([1.0, 0.0], 6),
+        seconds=seconds.ravel(),
+        hbm=hbm.ravel(),
+        host=np.zeros(12),
+        scale=np.ones((12, 3)),
+        terms=np.zeros((12, 0), dtype=np.int64),
+        subject=zeros[:0],
+        group=np.zeros(6, dtype=np.int64),
+        mixing=np.zeros(1),
+        budget=np.array([16e3, np.inf]),
+    )
+    core = solve_core(problem, seconds.ravel() >= 0, gap=0.0, start=None, watch=Watch())
     assert core.choice is not None
     assert problem.cost(core.choice) == pytest.approx(16 - 5e-7, abs=1e-8)
     assert core.bound == pytest.approx(16 - 5e-7, abs=1e-8)
@@ -217,8 +246,7 @@ def test_a_program_that_presolving_made_wrong_is_solved() -> None:
     problem = build_problem(
         PlanRequest(tables=tables, topology=machines, step=Step(samples_per_rank=2048), solver=options)
     )
-    every = [np.isfinite(group.seconds) for group in problem.groups]
-    best = solve_core(problem, every, gap=0.0, start=None, watch=Watch()).choice
+    best = solve_core(problem, np.isfinite(problem.seconds), gap=0.0, start=None, watch=Watch()).choice
     assert best is not None
     found = solve(problem, Watch())
     assert found.proved
@@ -247,8 +275,7 @@ def with_threads(threads):
 assert with_threads(2) == highspy.HighsStatus.kOk
 assert with_threads(1) == highspy.HighsStatus.kError, "HiGHS takes another number of threads now"
 problem = build_problem(request(random_tables(6, 1), hbm_gib=1.5), np.array([0.1, 0.5]))
-kept = [np.isfinite(group.seconds) for group in problem.groups]
-assert solve_core(problem, kept, gap=0.0, start=None, watch=Watch()).choice is not None
+assert solve_core(problem, np.isfinite(problem.seconds), gap=0.0, start=None, watch=Watch()).choice is not None
 assert solve(problem, Watch()).choice is not None
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
