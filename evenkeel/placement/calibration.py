@@ -239,12 +239,12 @@ def fit_runtime(
     profile: HardwareProfile, runtime: Runtime, steps: Sequence[MeasuredStep]
 ) -> tuple[RuntimeCosts, tuple[tuple[MeasuredStep, float], ...]]:
     """Constants of `runtime` that predict `steps` best, and what they predict."""
-    prior = known = profile.costs(runtime)
-    if runtime is Runtime.TORCHREC:  # whose steps are timed without the host: kernels of a cache have nothing fixed
-        known = replace(prior, caching_fixed_s=prior.hbm_fixed_s)
-    fitted = fit_costs(profile, runtime, steps, known)
+    known, of_kernels = profile.costs(runtime), runtime is Runtime.TORCHREC
+    # Fixed times are the host's, of which nothing is in steps of kernels alone: a cache is expected to have no more.
+    prior = replace(known, caching_fixed_s=known.hbm_fixed_s) if of_kernels else known
+    fitted = fit_costs(profile, runtime, steps, prior)
     predicted = tuple((step, predictor(profile, runtime, step)(fitted)) for step in steps)
-    return _of_kernels(fitted, prior, steps) if runtime is Runtime.TORCHREC else fitted, predicted
+    return _of_kernels(fitted, known, steps) if of_kernels else fitted, predicted
 
 
 def _of_kernels(fitted: RuntimeCosts, prior: RuntimeCosts, steps: Sequence[MeasuredStep]) -> RuntimeCosts:

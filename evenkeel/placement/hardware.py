@@ -224,6 +224,10 @@ def builtin_profile(name: str) -> HardwareProfile:
     return profiles[name]
 
 
+FALLBACK = "h200"
+"""The built-in profile of GPUs that have none of their own."""
+
+
 def profile_of(device: str) -> str | None:
     """The name of the built-in profile of a GPU, from its name in words; `None` if there is none."""
     return next((name for name in sorted(builtin_profiles(), key=len, reverse=True) if name in device.lower()), None)

@@ -146,9 +146,7 @@ class Communicators:
 
     up: Any  # Gloo, for contributions; used by one thread
     down: Any  # Gloo, for directives; used by one thread
-    data: (
-        dist.ProcessGroup | None
-    )  # for samples, of the data-parallel group's backend; used in the order of the program
+    data: dist.ProcessGroup | None  # for samples; of the data-parallel group's backend, in the order of the program
     peers: NDArray[np.int64]  # (ranks, peers) the job's ranks, in the order of `up`: those of a row train copies
     rank: int  # this one, among those that balance together
     peer: int  # which of a row this one is; the first contributes

@@ -35,7 +35,7 @@ def calibrate(
     from evenkeel.placement import Runtime, builtin_profile
     from evenkeel.placement.calibration import calibrated_profile, measured_samples, measured_steps, with_whole_steps
     from evenkeel.placement.fields import encode
-    from evenkeel.placement.hardware import profile_of
+    from evenkeel.placement.hardware import FALLBACK, profile_of
 
     with errors_in_a_sentence():
         values = _measure(device, table_gib, ranks) if raw is None else _read("--raw", raw, dict)
@@ -43,7 +43,7 @@ def calibrate(
         if dynamicemb_steps is not None:
             records[Runtime.DYNAMICEMB] = _read("--dynamicemb-steps", dynamicemb_steps, list)
         steps = {runtime: measured_steps(each) for runtime, each in records.items()}
-        known = builtin_profile(base or profile_of(str(values.get("device"))) or "h200")
+        known = builtin_profile(base or profile_of(str(values.get("device"))) or FALLBACK)
         profile, errors = calibrated_profile(known, values, name, dict(steps))
         whole: Any = ()
         if samples := measured_samples(values.get("whole_steps") or ()):

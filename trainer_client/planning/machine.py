@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from evenkeel.placement import HardwareProfile, InvalidInputError, Topology, parse_topology
-from evenkeel.placement.hardware import profile_of
+from evenkeel.placement.hardware import FALLBACK, profile_of
 from trainer_client.planning.collective import group_size
 
-_FALLBACK = "h200"
 _HOST_RESERVE = 0.2
 """Part of a host's memory that is left for loaders, pinned buffers and the system."""
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -83,9 +82,9 @@ def _local_ranks(ranks: int) -> int:
 
 def _named(device: torch.device, notes: list[str]) -> str:
     if device.type != "cuda":
-        return _FALLBACK
+        return FALLBACK
     shown = torch.cuda.get_device_name(device)
     if (name := profile_of(shown)) is not None:
         return name
-    notes.append(f"there is no profile of {shown!r}: times are those of {_FALLBACK}; `evenkeel calibrate` measures it")
-    return _FALLBACK
+    notes.append(f"there is no profile of {shown!r}: times are those of {FALLBACK}; `evenkeel calibrate` measures it")
+    return FALLBACK

@@ -1,4 +1,4 @@
-"""Loaders that outlive their process group, were begun before there was one, or share it, on real Gloo ranks."""
+"""Communicators, and loaders that outlive their process group, were begun before there was one, or share it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing.groups import _ROOM, Bytes, read_membership, take_communicators
 
 
 def batches(rank: int, count: int = 4) -> list[dict[str, torch.Tensor]]:
@@ -104,3 +106,32 @@ def test_closing_after_a_move_that_failed_wakes_whoever_waits() -> None:
         assert error
         assert seconds < 3
         assert threads == []
+
+
+def _rows_of_sizes(rank: int) -> list[bool]:
+    communicators = take_communicators(read_membership(None, None), timedelta(seconds=60))
+
+    def row(of: int, size: int) -> Bytes:
+        return np.frombuffer(size.to_bytes(4, "little") + bytes([of]) * (size - 4), np.uint8).copy()
+
+    right = []
+    for size in (8, _ROOM - 1, _ROOM, _ROOM + 1, 9 * _ROOM, 12):
+        rows = [row(of, (size, 8 + 8 * size, 16)[(of + size) % 3]) for of in range(3)]
+        table = np.zeros((3, max(map(len, rows))), np.uint8)
+        for of, one in enumerate(rows):
+            table[of, : len(one)] = one
+        if communicators.leads:
+            gathered = communicators.gather(rows[0])
+            right += [bool((gathered[of, : len(one)] == one).all()) for of, one in enumerate(rows)]
+        else:
+            communicators.send(rows[rank])
+        found = communicators.scatter(table if communicators.leads else None)
+        right.append(bool((found[: len(rows[rank])] == rows[rank]).all()))
+    communicators.flush()
+    return right
+
+
+def test_rows_of_any_size_arrive_as_they_were_sent() -> None:
+    lead, *others = run_ranks(3, _rows_of_sizes)
+    assert lead == [True] * 24
+    assert others == [[True] * 6] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks.references.dynamicemb_steps import MEASURED, ROWS
 from evenkeel.placement import Mode, Optimizer, Runtime, Table, builtin_profile
-from evenkeel.placement.calibration import calibrated_profile, fit_runtime, measured_steps
+from evenkeel.placement.calibration import calibrated_profile, fit_runtime, measured_steps, predictor
 from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.storage import torchrec_footprint
 from tests.trainer_client.cli.conftest import Run
@@ -43,6 +44,25 @@ def test_fbgemms_measured_steps_are_fitted_within_a_tenth() -> None:
     assert {step.mode.value for step, _ in fitted} == {"HBM_ONLY", "CACHING", "HOST_ONLY"}
     for step, predicted in fitted:
         assert predicted == pytest.approx(step.seconds, rel=0.1)
+
+
+def test_what_kernels_take_in_every_mode_alike_is_not_held_against_caches() -> None:
+    base = builtin_profile("h100")
+    known, steps = base.costs(Runtime.TORCHREC), measured_steps(VALUES["kernels"]["torchrec"])
+    alike = replace(known, hbm_fixed_s=2e-3, caching_fixed_s=2e-3, host_fixed_s=2e-3)  # exchanges of large rows
+    steps = tuple(replace(one, seconds=predictor(base, Runtime.TORCHREC, one)(alike)) for one in steps)
+    fitted, _ = fit_runtime(base, Runtime.TORCHREC, steps)
+    assert fitted.cache_lookup_s == pytest.approx(known.cache_lookup_s, rel=0.1)
+    assert fitted.miss_factor == pytest.approx(known.miss_factor, rel=0.1)
+
+
+def test_what_is_not_measured_is_of_the_profile_of_the_gpus_name(run: Run, tmp_path: Path) -> None:
+    raw, output = tmp_path / "raw.json", tmp_path / "out.json"
+    for device, name in (("NVIDIA H100 80GB HBM3", "h100"), ("a card of tomorrow", "h200")):
+        raw.write_text(json.dumps(VALUES | {"device": device}))
+        assert run("calibrate", "--raw", raw, "-o", output).exit_code == 0
+        found = parse_profile(json.loads(output.read_text()))
+        assert found.costs(Runtime.DYNAMICEMB) == builtin_profile(name).costs(Runtime.DYNAMICEMB)
 
 
 def test_predicted_bytes_are_what_fbgemm_allocated() -> None:
