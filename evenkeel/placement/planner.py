@@ -130,6 +130,11 @@ def fastest(
     placed, solution = solve_and_place(problem, request.topology, part, gap=gap, starts=starts)
     if placed is None:
         return None, solution, 0.0
+    if problem.has_shards and placed.seconds > solution.bound * (1 + gap) and not part.is_over():
+        # Ranks are found table by table; what is in these layouts is searched once more as a whole.
+        alike = problem.without(problem.layout != problem.layout[placed.choice][problem.table])
+        again, _ = solve_and_place(alike, request.topology, part, gap=gap, starts=[placed])
+        placed = again or placed
     cost, least = placed.seconds, solution.bound
     if dense_ms is not None:
         placed, cost, least = _shortest_step(request, problem, [placed, *starts], solution.bound, watch, gap)

@@ -178,18 +178,22 @@ class Communicators:
 
     def gather(self, row: Bytes) -> Bytes:
         """(ranks × peers, width) the byte strings of all ranks, at the lead, whose own is `row`; then anything."""
+        ranks = self.peers.ravel().tolist()
+        table = np.empty((len(ranks), max(_ROOM, len(row))), np.uint8)
+        table[0, : len(row)] = row
+        rows = torch.from_numpy(table[:, :_ROOM]).unbind()
         with _explained():
-            table = np.empty((self.peers.size, max(_ROOM, len(row))), np.uint8)
-            table[0, : len(row)] = row
-            rows = torch.from_numpy(table[:, :_ROOM]).unbind()
-            for work in [self.up.recv([rows[rank]], rank, 0) for rank in range(1, len(rows))]:
+            works = [self.up.recv([rows[at]], at, 0) for at in range(1, len(rows))]
+        for rank, work in zip(ranks[1:], works, strict=True):
+            with _explained(f"rank {rank}"):
                 work.wait(self.timeout)
-            sizes = table[:, :4].copy().view("<u4")[:, 0]
-            if (width := int(sizes.max())) > table.shape[1]:
-                table = np.concatenate([table, np.empty((len(table), width - table.shape[1]), np.uint8)], axis=1)
-            for rank in np.flatnonzero(sizes[1:] > _ROOM) + 1:
-                self.up.recv([torch.from_numpy(table[rank, _ROOM : sizes[rank]])], int(rank), 0).wait(self.timeout)
-            return table
+        sizes = table[:, :4].copy().view("<u4")[:, 0]
+        if (width := int(sizes.max())) > table.shape[1]:
+            table = np.concatenate([table, np.empty((len(table), width - table.shape[1]), np.uint8)], axis=1)
+        for at in (np.flatnonzero(sizes[1:] > _ROOM) + 1).tolist():
+            with _explained(f"rank {ranks[at]}"):
+                self.up.recv([torch.from_numpy(table[at, _ROOM : sizes[at]])], at, 0).wait(self.timeout)
+        return table
 
     def scatter(self, table: Bytes | None) -> Bytes:
         """A row of the lead's table for each rank, the same for its peers; None elsewhere. Collective on `down`."""
@@ -347,9 +351,9 @@ def _all_gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
 
 
 _OTHERS = (
-    "The ranks that balance together could not agree: another rank has ended or failed, as its own log says, "
-    "or did not begin this loop within BalanceOptions.group_timeout; all ranks run the same loops in the same "
-    "order."
+    "The ranks that balance together could not agree: {} has ended or failed, as its own log says, or did not begin "
+    "this loop within BalanceOptions.group_timeout; all ranks run the same loops in the same order. Start the job "
+    "again from its last checkpoint."
 )
 _WORKER_DIED = (
     "A worker of this rank's DataLoader died while the ranks that balance together agreed, often because the "
@@ -359,10 +363,10 @@ _WORKER_DIED = (
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Adds to the error of a collective what else than the network it may come from."""
+def _explained(who: str = "another rank") -> Iterator[None]:
+    """Says of a collective that has failed what else than the network it may come from."""
     try:
         yield
     except RuntimeError as error:
-        error.add_note(_WORKER_DIED if str(error).startswith("DataLoader worker") else _OTHERS)
-        raise
+        text = _WORKER_DIED if str(error).startswith("DataLoader worker") else _OTHERS.format(who)
+        raise RuntimeError(f"{text} ({error})") from error
