@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -152,8 +154,8 @@ class Answer:
     plan_seconds: float = 0.0
 
 
-def begin_worker(memory_bytes: int) -> None:
-    """Prepares a worker: it ends with its service, gives way to it, and takes so much more memory at most."""
+def begin_worker() -> None:
+    """Prepares a worker: it ends with its service, and gives way to it."""
     for number in (signal.SIGINT, signal.SIGHUP):  # those of a terminal reach all processes
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
@@ -162,32 +164,51 @@ def begin_worker(memory_bytes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text(str(_OUT_OF_MEMORY_FIRST))
     tables = tuple(Table(name=str(i), rows=1000 << i, dim=8, group=str(i % 2)) for i in range(5))
     plan(PlanRequest(tables=tables, topology=Topology(ranks=2, hbm_bytes=1_300 << 20, host_bytes=1 << 20)))
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory_bytes
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    _memory_at_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is no reason to fill a disk
+
+
+@functools.cache
+def _memory_at_first() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@contextlib.contextmanager
+def _bounded_memory(num_bytes: int) -> Iterator[None]:
+    """So much more at most; not outside the block, where the pool's own reading and sending would end the worker."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _memory_at_first() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def ready() -> None:
     """Does nothing: who can do that can work."""
 
 
-def answer(request: AnyRequest, deadline: float, plan_cache: Path | None = None) -> Answer:
+def answer(request: AnyRequest, deadline: float, memory_bytes: int, plan_cache: Path | None = None) -> Answer:
     """The answer to a request.
 
     Args:
         request: The request.
         deadline: When its time is over, by the monotonic clock of the machine.
+        memory_bytes: That it may take beside what the worker began with.
         plan_cache: Folder of plans that were made before.
+
+    Raises:
+        MemoryError: If that is too little.
     """
-    if isinstance(request, HitRatesRequest):
-        return Answer(document=_written(_hit_rates(request)))
-    timed = with_time(request, deadline - time.monotonic())
-    if isinstance(timed, WhatIfRequest):
-        found = what_if(timed, points=timed.points, hbm_bytes=timed.curve_hbm_bytes, host_points=timed.host_points)
-        return Answer(document=_written(found))
-    return _plan(request, timed, plan_cache)
+    with _bounded_memory(memory_bytes):
+        if isinstance(request, HitRatesRequest):
+            return Answer(document=_written(_hit_rates(request)))
+        timed = with_time(request, deadline - time.monotonic())
+        if isinstance(timed, WhatIfRequest):
+            found = what_if(timed, points=timed.points, hbm_bytes=timed.curve_hbm_bytes, host_points=timed.host_points)
+            return Answer(document=_written(found))
+        return _plan(request, timed, plan_cache)
 
 
 def _plan(request: PlanRequest, timed: PlanRequest, plan_cache: Path | None) -> Answer:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,7 +54,6 @@ class Pool:
             max_workers=self._settings.workers,
             max_tasks=_MAX_TASKS,
             initializer=answers.begin_worker,
-            initargs=(self._settings.worker_memory_bytes,),
             context=context,
         )
 
@@ -116,7 +116,7 @@ class Pool:
 
     async def _solve(self, request: AnyRequest, limit: float, spent: float, gone: asyncio.Future[None]) -> Answer:
         began = time.monotonic() - spent
-        arguments = [request, began + limit, self._settings.plan_cache]
+        arguments = [request, began + limit, self._settings.worker_memory_bytes, self._settings.plan_cache]
         if not self._processes.active:  # its processes ended, and could not be replaced
             log.error("planner pool ended")
             self._processes = self._new_processes()
@@ -136,7 +136,7 @@ class Pool:
             remedy = "send fewer tables, fewer solver.ratio_steps or histograms of fewer bins"
             wrong = InvalidInputError("tables", tables, "need more memory than a request may take", remedy)
             raise ServiceError(422, "Too costly", wrong) from None
-        except ProcessExpired as error:
+        except (ProcessExpired, BrokenProcessPool) as error:  # the latter if none was left by then
             log.error("planner worker ended", error=repr(error), ran_seconds=time.monotonic() - began)
             detail = "the process that worked at this request ended; send fewer tables, or try again"
             raise ServiceError(503, "Worker ended", detail, headers={"Retry-After": "1"}) from None
