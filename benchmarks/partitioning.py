@@ -30,7 +30,7 @@ from evenkeel.partitioning import partition, warm_up
 
 Lengths = NDArray[np.int64]
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")
-RANKS, SAMPLES = (8, 64, 256, 1024), (32, 128)
+RANKS, SAMPLES = (8, 64, 256, 1024), (8, 32, 128, 512)
 SHAPES = ((8, 32), (8, 128), (64, 32), (64, 128), (64, 512), (256, 128), (256, 256), (1024, 128), (1024, 256))
 LONGEST = 4096
 MOST_SEEDS, DRAWN = 20, 200_000  # draws of a cell: as many, or as give so many samples, at least 2
@@ -151,7 +151,7 @@ def main() -> None:
     console = Console(width=150)
     warm_up()
     times = [measure_times(*shape, name, 2 if quick else 5) for shape in shapes for name in ("lognormal", "zipf_1.2")]
-    cells = list(itertools.product(SAMPLES[: 1 if quick else 2], LENGTHS, RANKS[: 1 if quick else 4], COSTS))
+    cells = list(itertools.product(SAMPLES[: 1 if quick else 4], LENGTHS, RANKS[: 1 if quick else 4], COSTS))
     grid = [
         measure_cell(count, size, lengths, cost, seeds)
         for size, lengths, count, cost in track(cells, "grid", console=console)

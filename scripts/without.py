@@ -158,7 +158,7 @@ def main() -> None:
         ["lint-imports", "--no-cache"],
     ]
     if not options.no_tests:
-        checks.append(["pytest", "-q", "-n", "2", *room.tests])
+        checks += [["evenkeel", "warm-up"], ["pytest", "-q", "-n", "2", *room.tests]]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     failed = []
     for name, *arguments in checks:
