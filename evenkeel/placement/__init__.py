@@ -3,7 +3,6 @@
 from evenkeel.placement.access import Eviction, Histogram, MissCurve, Zipf
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, builtin_profile, builtin_profiles
 from evenkeel.placement.invalid_input import InvalidInputError
-from evenkeel.placement.limits import SolveCancelledError
 from evenkeel.placement.model import DataType, Mode, Optimizer, Runtime, Sharding, Step, Table, Topology
 from evenkeel.placement.plan import Placement, Plan, Status, TrivialPlan
 from evenkeel.placement.planner import plan
@@ -26,7 +25,6 @@ __all__ = [
     "Runtime",
     "RuntimeCosts",
     "Sharding",
-    "SolveCancelledError",
     "SolverOptions",
     "Status",
     "Step",

@@ -31,6 +31,12 @@ class Mode(StrEnum):
     HOST_ONLY = "HOST_ONLY"
 
 
+def modes_of_ratio(ratio: float | None) -> tuple[Mode, ...]:
+    """The modes in which HBM can hold that fraction of a table's rows."""
+    ends = {None: tuple(Mode), 0.0: (Mode.HOST_ONLY,), 1.0: (Mode.HBM_ONLY,)}
+    return ends.get(ratio, (Mode.CACHING, Mode.HYBRID))
+
+
 class Runtime(StrEnum):
     """The library that holds the tables: its storage formulas, its modes and its fusing of tables."""
 
@@ -140,6 +146,9 @@ class Table:
         remedy = f"give a divisor of dim={self.dim}"
         require(divides, "column_shards", self.column_shards, "does not divide the width", remedy)
         require(len(set(self.modes)) == len(self.modes), "modes", self.modes, "has doubles", "name each mode once")
+        goes, what = modes_of_ratio(self.ratio), f"goes with none of modes={[mode.value for mode in self.modes]}"
+        remedy = f"leave ratio or modes out, or name {' or '.join(goes)} among the modes"
+        require(not self.modes or not {*goes}.isdisjoint(self.modes), "ratio", self.ratio, what, remedy)
 
     @property
     def value_bytes(self) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from evenkeel.placement.access import different_share, fullest_rank, step_keys
 from evenkeel.placement.hardware import NARROW
 from evenkeel.placement.layouts import ROW_WISE, Layout, layouts
-from evenkeel.placement.model import Mode, Runtime, Sharding, Table
+from evenkeel.placement.model import Mode, Runtime, Sharding, Table, modes_of_ratio
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.storage import (
     Footprint,
@@ -81,14 +81,14 @@ def table_layouts(request: PlanRequest, table: Table) -> tuple[Layout, ...]:
 
 def allowed_modes(request: PlanRequest, table: Table, layout: Layout | None = None) -> tuple[Mode, ...]:
     """The modes that the runtime, the machine, the table and the layout leave to choose from."""
-    modes = [Mode.HBM_ONLY, Mode.CACHING, Mode.HYBRID, Mode.HOST_ONLY]
+    modes = set(table.modes or Mode)
     if request.runtime is Runtime.TORCHREC:
-        modes.remove(Mode.HYBRID)
+        modes.discard(Mode.HYBRID)
     if request.topology.hbm_bytes == 0:
-        modes = [Mode.HOST_ONLY]
+        modes &= {Mode.HOST_ONLY}
     elif layout is not None and layout.sharding is Sharding.DATA_PARALLEL:
-        modes = [Mode.HBM_ONLY]
-    return tuple(mode for mode in modes if not table.modes or mode in table.modes)
+        modes &= {Mode.HBM_ONLY}
+    return tuple(mode for mode in modes_of_ratio(table.ratio) if mode in modes)
 
 
 def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) -> RankLoad:
@@ -192,12 +192,8 @@ def table_options(
 
 
 def _ratios_of(mode: Mode, table: Table, grid: FloatArray) -> FloatArray:
-    end = {Mode.HBM_ONLY: 1.0, Mode.HOST_ONLY: 0.0}.get(mode)
-    if end is not None:
-        return np.array([end] if table.ratio is None or table.ratio == end else [], dtype=np.float64)
-    if table.ratio is None:
-        return grid
-    return np.array([table.ratio] if 0 < table.ratio < 1 else [], dtype=np.float64)
+    ratio = {Mode.HBM_ONLY: 1.0, Mode.HOST_ONLY: 0.0}.get(mode, table.ratio)
+    return grid if ratio is None else np.array([ratio])
 
 
 def footprint_of(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratios: FloatArray) -> Footprint:

@@ -17,7 +17,7 @@ from evenkeel.placement.model import Mode, Runtime, Table
 from evenkeel.placement.options import allowed_modes, rank_load
 from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
-from evenkeel.placement.problem import UNIT, Problem, budgets, build_problem, modes_of
+from evenkeel.placement.problem import UNIT, Problem, budgets, build_problem
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.search import PricedGroup, Solution
 from evenkeel.placement.shortage import explain_shortage
@@ -37,21 +37,18 @@ _NO_GAP = 1e-8
 def plan(
     request: PlanRequest,
     *,
-    should_stop: Callable[[], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
     """The fastest placement of all tables that keeps both budgets, or why there is none.
 
     Args:
         request: Tables, machines and the step.
-        should_stop: Asked now and then; once true, planning is given up.
         clock: Seconds, for the time limit.
 
     Raises:
         InvalidInputError: If a table has no placement that can run, or what tables are pinned to cannot be agreed on.
-        SolveCancelledError: If `should_stop` answered true.
     """
-    watch = Watch(request.solver.time_limit_s, should_stop=should_stop, clock=clock)
+    watch = Watch(request.solver.time_limit_s, clock=clock)
     problem = build_problem(request, watch=watch)
     _check_pins(request, problem)
     trivial = trivial_placements(request, problem, watch)
@@ -61,7 +58,7 @@ def plan(
     if placed is None:
         found = _empty(request)
         if solution.proved:
-            left = Watch(max(_MOMENT_S, watch.left()), should_stop=should_stop, clock=clock)
+            left = Watch(max(_MOMENT_S, watch.left()), clock=clock)
             found = replace(found, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
         return found
     found = _plan_of(request, problem, placed)
@@ -151,7 +148,7 @@ def _shortest_step(
     """
     dense, costs = (request.step.dense_ms or 0.0) / 1e3, request.profile.costs(request.runtime)
     able = [(table.fuse_key, allowed_modes(request, table)) for table in request.tables]
-    kinds = sorted(modes_of(request))
+    kinds = sorted({mode for _, own in able for mode in own})
 
     def seconds(candidate: Placed) -> tuple[float, float]:
         host = _host_seconds(_modules(request, problem, candidate))

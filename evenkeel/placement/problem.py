@@ -21,7 +21,7 @@ from evenkeel.placement.access import Eviction, shared_cache
 from evenkeel.placement.invalid_input import InvalidInputError, TimeIsUpError, require
 from evenkeel.placement.layouts import ROW_WISE, TABLE_WISE, Layout, Scope
 from evenkeel.placement.limits import Watch
-from evenkeel.placement.model import Mode, Runtime, Sharding, Topology
+from evenkeel.placement.model import Mode, Runtime, Sharding, Table, Topology
 from evenkeel.placement.options import (
     PAGE,
     Options,
@@ -209,7 +209,6 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
 
     Raises:
         InvalidInputError: If a table has nothing to choose from, or if time is up.
-        SolveCancelledError: If `watch` says so.
     """
     grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
     cut_alike = _cut_alike(request)
@@ -377,11 +376,23 @@ def _options(
         what = "asks for more bytes or lookups than can be counted"
         remedy = "lower ids_per_sample, features or step.samples_per_rank, or plan for fewer ranks"
         raise InvalidInputError(f"tables[{index}].ids_per_sample", table.ids_per_sample, what, remedy) from None
-    remedy = "allow another mode or ratio, or lower samples_per_rank or prefetch_depth"
-    given = [mode.value for mode in table.modes] if table.modes else table.ratio
-    field = f"tables[{index}].{'modes' if table.modes else 'ratio'}"
-    require(len(found) > 0, field, given, "leaves the table no placement that can run", remedy)
+    if not found:
+        raise _unable(request, table).under(f"tables[{index}]")
     return found
+
+
+def _unable(request: PlanRequest, table: Table) -> InvalidInputError:
+    """Why a table can be nowhere."""
+    given = [mode.value for mode in table.modes] if table.modes else table.ratio
+    load = rank_load(request, table)
+    share = load.unique * load.prefetch_depth * load.shards / table.rows
+    what = f"is a cache of less than the rows of a step, which are {share:.2g} of all"
+    remedy = "raise ratio, lower samples_per_rank or prefetch_depth, or allow another mode"
+    if request.topology.hbm_bytes == 0:
+        what, remedy = "takes HBM, and topology.hbm_bytes is 0", "give hbm_bytes, or allow HOST_ONLY"
+    elif not allowed_modes(request, table, table_layouts(request, table)[0]):
+        what, remedy = "is not for data_parallel tables, which are all in HBM", "allow HBM_ONLY, or other sharding"
+    return InvalidInputError("modes" if table.modes else "ratio", given, what, remedy)
 
 
 def _thinned(grid: FloatArray, tables: int) -> FloatArray:
@@ -430,8 +441,3 @@ def whole_shards(topology: Topology, layout: Layout) -> FloatArray:
     places = layout.places(topology) / layout.pieces
     hosts = topology.ranks // topology.local_ranks / layout.pieces
     return np.array([places, places, hosts])
-
-
-def modes_of(request: PlanRequest) -> set[Mode]:
-    """The modes that some table may be in."""
-    return {mode for table in request.tables for mode in allowed_modes(request, table)}

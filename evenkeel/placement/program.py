@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from evenkeel.placement.limits import SolveCancelledError, Watch
+from evenkeel.placement.limits import Watch
 from evenkeel.placement.problem import SLACK, BoolArray, Choice, Problem
 
 FloatArray = npt.NDArray[np.float64]
@@ -79,10 +79,8 @@ def solve_core(problem: Problem, kept: BoolArray, *, gap: float, start: Choice |
         point.col_value = values.tolist()
         solver.setSolution(point)
     for event in (solver.cbMipInterrupt, solver.cbSimplexInterrupt):
-        event.subscribe(lambda call: call.interrupt() if watch.is_cancelled() or watch.left() <= 0 else None)
+        event.subscribe(lambda call: call.interrupt() if watch.is_over() else None)
     solver.run()
-    if watch.is_cancelled():
-        raise SolveCancelledError
     proved = solver.getModelStatus() in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
     info = solver.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:

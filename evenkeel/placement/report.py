@@ -189,12 +189,13 @@ def _alike(keys: Iterable[K]) -> dict[K, list[int]]:
 def _ranks(
     figures: FloatArray, on_rank: list[list[TableParts]], everywhere: Counter[str], fixed: float
 ) -> Iterable[RankParts]:
-    keys = []
-    for rank, entries in enumerate(on_rank):
-        kinds = Counter(entry.sharding.value for entry in entries)
-        keys.append((figures[:, rank].tobytes(), len({e.table for e in entries}), tuple(sorted(kinds.items()))))
-    for (_, tables, shards), ranks in _alike(keys).items():
-        hbm, *times = figures[:, ranks[0]].tolist()
+    columns = zip(*figures.tolist(), strict=True)
+    held = (  # of most of many ranks nothing
+        (len({e.table for e in own}), tuple(sorted(Counter(e.sharding.value for e in own).items()))) if own else (0, ())
+        for own in on_rank
+    )
+    for (column, (tables, shards)), ranks in _alike(zip(columns, held, strict=True)).items():
+        hbm, *times = column
         yield RankParts(
             ranks=tuple(ranks),
             tables=everywhere.total() + tables,

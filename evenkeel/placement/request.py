@@ -83,6 +83,9 @@ class PlanRequest:
             remedy = "leave weighted out, or plan with runtime torchrec"
             require(not table.weighted, f"{where}.weighted", table.weighted, what, remedy)
             return
+        given, what = [mode.value for mode in table.modes], "has HYBRID, of which TorchRec has no kernel"
+        remedy = "name CACHING instead, or plan with runtime dynamicemb"
+        require(Mode.HYBRID not in given, f"{where}.modes", given, what, remedy)
         what = "is no type that FBGEMM trains: its kernels have float32 and float16"
         remedy = "make it float16, or plan with runtime dynamicemb"
         known = table.data_type is not DataType.BFLOAT16
@@ -129,7 +132,10 @@ def parse_topology(text: str) -> tuple[str, Topology]:
     ranks, _, per_host = counts.partition("/")
     if not name or _SHORT.fullmatch(counts) is None:
         raise InvalidInputError("topology", text, "is not understood", "write PROFILExRANKS or PROFILExRANKS/PER_HOST")
-    profile = builtin_profile(name)
+    try:
+        profile = builtin_profile(name)
+    except InvalidInputError as error:
+        raise InvalidInputError("topology", text, f"names {name!r}, which {error.problem}", error.remedy) from None
     local = int(per_host) if per_host else min(int(ranks), profile.ranks_per_host)
     topology = Topology(
         ranks=int(ranks),

@@ -184,7 +184,6 @@ class _Search:
 
     def run(self, start: Choice | None) -> Solution:
         """Prices, then cores."""
-        self.watch.is_over()
         if start is not None:
             self._offer(start)
         self._find_prices()

@@ -29,6 +29,8 @@ def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Sh
     now = (request.topology.hbm_bytes, request.topology.host_bytes or 0)
     short = [None if value is None else max(0, value - have) for value, have in zip(enough, now, strict=True)]
     resource = 1 if binding == "host" else 0
+    frugal = None if alone[0].choice is None else place(roomy, request.topology, alone[0].choice)
+    both = [None if frugal is None else _size(request, b, float(frugal.use[b])) for b in range(2)]
     homeless = [request.tables[index].name for index in _without_rank(problem)]
     tables = dict.fromkeys([*homeless, *_largest(request, problem, alone[resource].choice, resource)])
     return Shortage(
@@ -40,7 +42,7 @@ def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Sh
         least_hbm_bytes=least[0],
         least_host_bytes=least[1],
         tables=tuple(tables)[: max(5, len(homeless))],
-        explanation=_explain(request, binding, enough, least, list(tables), homeless),
+        explanation=_explain(request, binding, enough, least, both, list(tables), homeless),
     )
 
 
@@ -111,6 +113,7 @@ def _explain(
     binding: str,
     enough: list[int | None],
     least: list[int | None],
+    both: list[int | None],
     tables: list[str],
     homeless: list[str],
 ) -> str:
@@ -138,7 +141,8 @@ def _explain(
     elif machines.host_bytes is None:
         cure = "no HBM of a rank is enough: reserve less of it, or plan for more ranks or smaller tables"
     else:
-        cure = "neither budget alone is enough to change: raise both"
+        sizes = [f"{_gib(size)} {place}" for size, (place, _) in zip(both, places, strict=True) if size]
+        cure = f"neither budget alone is enough to change: raise both, such as to {' and '.join(sizes)}"
     largest = f"; the largest are {', '.join(tables[:5])}" if tables else ""
     return f"{what}; {cure}{largest}."
 
@@ -147,5 +151,9 @@ def _between(enough: int | None, least: int) -> str:
     below = f"{math.floor(least / 2**30 * 100) / 100:.2f} GiB"
     if enough is None:
         return f"no less than {below} (that less is not enough is proved, that as much is, is not)"
-    shown = f"{math.ceil(enough / 2**30 * 100) / 100:.2f} GiB"  # rounded up, as less would not do
-    return f"{shown} ({'proved the smallest' if enough == least else f'less than {below} is proved not to be enough'})"
+    known = "proved the smallest" if enough == least else f"less than {below} is proved not to be enough"
+    return f"{_gib(enough)} ({known})"
+
+
+def _gib(size: int) -> str:
+    return f"{math.ceil(size / 2**30 * 100) / 100:.2f} GiB"  # rounded up, as less would not do

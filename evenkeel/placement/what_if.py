@@ -85,7 +85,6 @@ def what_if(
     points: int = 25,
     hbm_bytes: tuple[int, ...] = (),
     host_points: int = 0,
-    should_stop: Callable[[], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> WhatIf:
     """Plan under other budgets. Sizes whose turn does not come within the time limit are left out of the curves.
@@ -95,23 +94,21 @@ def what_if(
         points: Number of HBM sizes between the smallest that works and the largest that is of use.
         hbm_bytes: HBM sizes to plan for instead.
         host_points: Number of sizes of a host's memory, between the same two ends.
-        should_stop: See `evenkeel.placement.planner.plan`.
         clock: Seconds, for the time limit.
 
     Raises:
         InvalidInputError: If a number of points or an HBM size makes no sense, or as for `plan`.
-        SolveCancelledError: If `should_stop` answered true.
     """
     for name, number in (("points", points), ("host_points", host_points)):
         require(0 <= number <= MAX_POINTS, name, number, "is out of range", f"give 0 to {MAX_POINTS}")
     require(len(hbm_bytes) <= MAX_POINTS, "hbm_bytes", len(hbm_bytes), "is too many sizes", f"at most {MAX_POINTS}")
     for index, size in enumerate(hbm_bytes):
         require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
-    watch = Watch(request.solver.time_limit_s, should_stop=should_stop, clock=clock)
+    watch = Watch(request.solver.time_limit_s, clock=clock)
     try:
-        base = plan(with_time(request, _SHARE * watch.left()), should_stop=should_stop, clock=clock)
+        base = plan(with_time(request, _SHARE * watch.left()), clock=clock)
     except TimeIsUpError:  # to price the tables takes longer than that: the plan goes before all else
-        base = plan(with_time(request, watch.left()), should_stop=should_stop, clock=clock)
+        base = plan(with_time(request, watch.left()), clock=clock)
     saves: list[float | None] = [None, None]
     curves: dict[int, list[CurvePoint]] = {0: [], 1: []}
     with contextlib.suppress(TimeIsUpError):

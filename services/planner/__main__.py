@@ -19,16 +19,22 @@ log = structlog.get_logger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to `serve` and knows its port."""
+    """A server that leaves signals to `serve`, and tells its port once it listens."""
+
+    settings: Settings
+    operations: OperationsServer | None = None
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
         yield
 
-    @property
-    def port(self) -> int:
-        """The bound port."""
-        return int(self.servers[0].sockets[0].getsockname()[1])
+    async def startup(self, *arguments: object, **options: object) -> None:
+        """Starts the application's processes, then listens."""
+        await super().startup(*arguments, **options)  # type: ignore[arg-type]
+        port = int(self.servers[0].sockets[0].getsockname()[1])
+        write_port(self.settings.metrics_port_file, None if self.operations is None else self.operations.port)
+        write_port(self.settings.port_file, port)
+        log.info("planner_ready", host=self.settings.host, port=port)
 
 
 async def serve(settings: Settings) -> int:
@@ -48,6 +54,7 @@ async def serve(settings: Settings) -> int:
         http=impatient_protocol(max_connections=settings.max_connections),
     )
     server = _Server(config)
+    server.settings = settings
 
     def stop() -> None:
         app.state.ready = False
@@ -55,39 +62,22 @@ async def serve(settings: Settings) -> int:
 
     stop_on_signals(stop)
     with contextlib.ExitStack() as stack:
-        operations = None
         if settings.metrics_port is not None:
-            operations = OperationsServer(
-                app.state.metrics.registry,
-                settings.metrics_host,
-                settings.metrics_port,
-                ready=lambda: bool(app.state.ready),
-            )
-            stack.callback(operations.close)
+            registry, host, port = app.state.metrics.registry, settings.metrics_host, settings.metrics_port
+            server.operations = OperationsServer(registry, host, port, ready=lambda: bool(app.state.ready))
+            stack.callback(server.operations.close)
         if transport.secure:
             config.load()
             config.ssl = transport.context()
             renewal = asyncio.create_task(follow_certificates(transport, config.ssl))
             stack.callback(renewal.cancel)
-        serving = asyncio.create_task(_run(server))
-        while not server.started:  # the application's processes have started by then
-            if serving.done():
-                return 1
-            await asyncio.sleep(0.01)
-        write_port(settings.metrics_port_file, None if operations is None else operations.port)
-        write_port(settings.port_file, server.port)
-        log.info("planner_ready", host=settings.host, port=server.port)
-        await serving
+        try:
+            await server.serve()
+        except SystemExit:  # uvicorn's way to say that the address could not be had; it has logged why
+            log.error("cannot_listen", host=settings.host, port=settings.port)
+            return 1
     log.info("planner_stopped")
     return 0
-
-
-async def _run(server: _Server) -> None:
-    try:
-        await server.serve()
-    except SystemExit:
-        # uvicorn's way to say that the address could not be had; it has logged why.
-        log.error("cannot_listen", host=server.config.host, port=server.config.port)
 
 
 if __name__ == "__main__":

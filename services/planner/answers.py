@@ -130,7 +130,7 @@ def _json(body: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         excerpt, why = body[:_EXCERPT].decode("utf-8", "replace"), str(error)
     wrong = InvalidInputError("body", excerpt if body else "nothing", f"is no JSON: {why}", "send one JSON object")
-    raise ServiceError(400, "Not JSON", wrong, kind="no-json")
+    raise ServiceError(400, "No JSON", wrong)
 
 
 _NICE = 10

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evenkeel.placement import InvalidInputError
@@ -24,7 +25,7 @@ _CLOSE = {"Connection": "close"}  # the body of a refused request is not read
 class Edge:
     """Lets requests through that have a valid token and a body of a size that fits, up to a rate per address.
 
-    Health and the page need no token. HEAD is answered as GET: the server leaves out the body.
+    Health and the page need no token.
     """
 
     def __init__(
@@ -34,23 +35,20 @@ class Edge:
         settings: Settings,
         metrics: Metrics,
         tokens: TokenStore | None = None,
+        routes: Sequence[Route] = (),
         burst: float = 200.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app, self._settings, self._metrics, self._tokens, self._clock = app, settings, metrics, tokens, clock
+        self._routes = routes
         self._buckets = Buckets(rate=settings.requests_per_second, burst=burst)
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
         begin, status, seen = time.perf_counter(), 499, 0
 
         async def counted() -> Message:
@@ -77,7 +75,7 @@ class Edge:
             await error.response(scope["path"])(scope, receive, noted)
         finally:
             self._held_bytes -= seen
-            name = getattr(scope.get("route"), "path", "other")
+            name = next((known.path for known in self._routes if known.endpoint is scope.get("endpoint")), "other")
             self._metrics.requests.labels(name, str(status)).inc()
             self._metrics.seconds.labels(name).observe(time.perf_counter() - begin)
 
@@ -92,7 +90,7 @@ class Edge:
             raise ServiceError(429, "Too many requests", detail, headers={"Retry-After": "1", **_CLOSE})
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
         # The page's files hold no secrets, and without a token it can do nothing but ask for one.
-        is_page = scope["method"] == "GET" and (scope["path"] == "/" or scope["path"].startswith("/page/"))
+        is_page = scope["method"] in ("GET", "HEAD") and (scope["path"] == "/" or scope["path"].startswith("/page/"))
         try:
             if len(headers) > 1:
                 raise AuthenticationError("more than one authorization header: send one")
@@ -111,4 +109,4 @@ class Edge:
         if size > most:
             remedy = f"send at most {most} bytes: fewer tables at once or coarser histograms"
             wrong = InvalidInputError("body", size, "has too many bytes", remedy)
-            raise ServiceError(413, "Body too large", wrong, kind="too-large")
+            raise ServiceError(413, "Too large", wrong)

@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -42,7 +42,9 @@ class Pool:
         self._settings, self._metrics = settings, metrics
         self._slots = asyncio.Semaphore(settings.workers)
         self._reader = ThreadPoolExecutor(1, "reader")  # one body at a time: parsed, it takes many times its size
-        self._waiting = self._running = 0
+        self._asked = 0  # of these so many as there are workers are being solved, and the others wait
+        metrics.running.set_function(lambda: min(self._asked, settings.workers))
+        metrics.waiting.set_function(lambda: max(self._asked - settings.workers, 0))
         self._mean_seconds = 0.2
         os.environ |= _ONE_THREAD  # for the processes that are forked from here on
         self._processes = self._new_processes()
@@ -77,24 +79,23 @@ class Pool:
         self, request: AnyRequest, limit: float, began: float, gone: Callable[[], Awaitable[None]]
     ) -> Answer:
         """The answer to a request, from a process."""
-        if self._waiting >= self._settings.queue_size and self._running >= self._settings.workers:
-            raise self._overloaded(f"{self._running} requests are being solved and {self._waiting} wait")
+        if self._asked >= self._settings.workers + self._settings.queue_size:
+            raise self._overloaded(f"{self._asked} requests are being solved or wait")
         spent = time.monotonic() - began
         if spent >= limit:
             what, remedy = "was over when the request was read", "give more time or fewer tables"
             raise InvalidInputError("solver.time_limit_s", limit, what, remedy)
-        left = asyncio.ensure_future(gone())
+        left, longest = asyncio.ensure_future(gone()), self._settings.max_wait_seconds
+        self._asked += 1
         try:
-            with self._counted("_waiting"):
-                longest = self._settings.max_wait_seconds
-                late = partial(self._overloaded, f"no worker was free for {longest:g} s")
-                await self._unless_gone(self._slots.acquire(), left, longest, late)
+            late = partial(self._overloaded, f"no worker was free for {longest:g} s")
+            await self._unless_gone(self._slots.acquire(), left, longest, late)
             try:
-                with self._counted("_running"):
-                    return await self._solve(request, limit, spent, left)
+                return await self._solve(request, limit, spent, left)
             finally:
                 self._slots.release()
         finally:
+            self._asked -= 1
             left.cancel()
 
     async def _unless_gone(
@@ -128,10 +129,8 @@ class Pool:
             what = "has numbers whose product is out of range"
             raise InvalidInputError("request", str(error), what, remedy) from None
         except (MemoryError, SystemError) as error:  # extensions that have no memory left for an error raise the latter
-            if isinstance(error, SystemError):
-                log.error("planner worker out of memory, or wrong in an extension", error=repr(error))
-            else:
-                log.warning("planner worker out of memory", error=repr(error))
+            tell = log.error if isinstance(error, SystemError) else log.warning
+            tell("planner worker out of memory, or wrong in an extension", error=repr(error))
             tables = len(request.tables) if isinstance(request, PlanRequest) else 1
             remedy = "send fewer tables, fewer solver.ratio_steps or histograms of fewer bins"
             wrong = InvalidInputError("tables", tables, "need more memory than a request may take", remedy)
@@ -144,21 +143,10 @@ class Pool:
             self._mean_seconds += _SMOOTHING * (time.monotonic() - began - self._mean_seconds)
 
     def _overloaded(self, detail: str) -> ServiceError:
-        seconds = self._mean_seconds * (self._waiting + self._running) / self._settings.workers
+        seconds = self._mean_seconds * self._asked / self._settings.workers
         after = min(_LONGEST_RETRY, max(1, math.ceil(seconds)))
         text = f"{detail}; try again in {after} s"
         return ServiceError(503, "Overloaded", text, headers={"Retry-After": str(after)})
-
-    @contextlib.contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
-        gauge = self._metrics.waiting if name == "_waiting" else self._metrics.running
-        setattr(self, name, getattr(self, name) + 1)
-        gauge.inc()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) - 1)
-            gauge.dec()
 
 
 def _too_slow(limit: float) -> ServiceError:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from evenkeel.placement import InvalidInputError
 from evenkeel.placement.fields import encode
@@ -62,18 +62,11 @@ class ServiceError(Exception):
     """A problem that the service answers."""
 
     def __init__(
-        self,
-        status: int,
-        title: str,
-        detail: str | InvalidInputError,
-        *,
-        kind: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, title: str, detail: str | InvalidInputError, *, headers: Mapping[str, str] | None = None
     ) -> None:
         """Describes it, in words or by the value that is wrong."""
         super().__init__(str(detail))
         self.status, self.title, self.detail, self.headers = status, title, detail, dict(headers or {})
-        self.kind = kind or title.lower().replace(" ", "-")
 
     def response(self, path: str) -> Response:
         """The problem document, as the answer to a request for a path."""
@@ -83,7 +76,7 @@ class ServiceError(Exception):
             errors = (FieldProblem(field=field, value=value, problem=detail.problem, remedy=detail.remedy),)
             detail = f"{field}: {detail.problem} (got {value}); {detail.remedy}"
         document = ProblemDocument(
-            type=f"urn:evenkeel:problem:{self.kind}",
+            type=f"urn:evenkeel:problem:{self.title.lower().replace(' ', '-')}",
             title=self.title,
             status=self.status,
             detail=_encodable(detail),
@@ -100,32 +93,25 @@ def client_gone() -> ServiceError:
 
 async def answer_problem(request: Request, error: Exception) -> Response:
     """The problem document of any error."""
-    return _problem(request, error).response(request.url.path)
-
-
-def _problem(request: Request, error: Exception) -> ServiceError:
-    if isinstance(error, ServiceError):
-        return error
+    path = request.url.path
     if isinstance(error, InvalidInputError):
-        return ServiceError(422, "Invalid input", error)
-    if not isinstance(error, HTTPException):
-        log.error("request_failed", path=request.url.path, error=repr(error))
-        return ServiceError(500, "Internal error", "the service failed; its log tells why", kind="internal")
-    detail: str | InvalidInputError = str(error.detail)
-    kind, title = "http", "Request refused"
-    if error.status_code == 404:
-        kind, title, known = "not-found", "Not found", ", ".join(sorted(request.app.openapi()["paths"]))
-        detail = InvalidInputError("path", request.url.path, "is no address here", f"use one of: {known}")
-    elif error.status_code == 405:
-        kind, title = "method-not-allowed", "Method not allowed"
+        error = ServiceError(422, "Invalid input", error)
+    elif isinstance(error, HTTPException) and error.status_code == 404:
+        known = ", ".join(sorted(route.path for route in request.app.routes))
+        error = ServiceError(404, "Not found", InvalidInputError("path", path, "is no address here", f"use {known}"))
+    elif isinstance(error, HTTPException):  # of which Starlette has one more
         allowed = (error.headers or {}).get("Allow", "another one")
-        detail = InvalidInputError("method", request.method, "is not for this address", f"use {allowed}")
-    return ServiceError(error.status_code, title, detail, kind=kind, headers=error.headers)
+        wrong = InvalidInputError("method", request.method, "is not for this address", f"use {allowed}")
+        error = ServiceError(error.status_code, "Method not allowed", wrong, headers=error.headers)
+    elif not isinstance(error, ServiceError):
+        log.error("request_failed", path=path, error=repr(error))
+        error = ServiceError(500, "Internal error", "the service failed; its log tells why")
+    return error.response(path)
 
 
 def _shown(value: object) -> str:
     try:
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        text = value if value and isinstance(value, str) else json.dumps(value, default=str)
     except (TypeError, ValueError, RecursionError):
         text = repr(type(value))
     text = _encodable(text)

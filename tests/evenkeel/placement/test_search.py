@@ -21,7 +21,6 @@ from evenkeel.placement import (
     PlanRequest,
     Runtime,
     Sharding,
-    SolveCancelledError,
     SolverOptions,
     Status,
     Step,
@@ -37,6 +36,7 @@ from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import Problem, build_problem
 from evenkeel.placement.program import solve_core
 from evenkeel.placement.search import solve
+from evenkeel.placement.trivial import trivial_placements
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
 from tests.evenkeel.placement.instances import brute_force, fewer_choices, mixed_request, random_tables, request
 
@@ -262,6 +262,7 @@ from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import build_problem
 from evenkeel.placement.program import solve_core
 from evenkeel.placement.search import solve
+from evenkeel.placement.trivial import trivial_placements
 from tests.evenkeel.placement.instances import random_tables, request
 
 def with_threads(threads):
@@ -294,11 +295,6 @@ def test_small_requests_keep_their_time_limit_and_take_little_memory() -> None:
     assert outcomes[0]["outcome"] == "INFEASIBLE"
 
 
-def test_a_search_that_is_cancelled_ends_at_once() -> None:
-    with pytest.raises(SolveCancelledError):
-        plan(request(random_tables(12, 4), hbm_gib=3), should_stop=lambda: True)
-
-
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
 def test_trivial_plans_are_never_faster(runtime: str) -> None:
     for seed in range(6):
@@ -308,6 +304,13 @@ def test_trivial_plans_are_never_faster(runtime: str) -> None:
         assert found.seconds is not None
         assert all(k.seconds is None or found.seconds <= k.seconds * (1 + 1e-9) for k in found.trivial)
         assert any(k.seconds is not None for k in found.trivial)
+
+
+@pytest.mark.parametrize(("pooled", "host_gib"), [(True, 10), (False, 20)])
+def test_trivial_plans_need_no_time(pooled: bool, host_gib: float) -> None:
+    tables = random_tables(12, 1, sharding=Sharding.COLUMN_WISE, pooled=pooled)
+    asked = request(tables, hbm_gib=3, host_gib=host_gib, runtime="torchrec")
+    assert any(trivial_placements(asked, build_problem(asked), Watch(0.0)).values())
 
 
 def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
