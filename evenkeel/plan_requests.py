@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from decimal import Decimal
 from typing import Any
 
 from evenkeel.placement import InvalidInputError, PlanRequest, SolverOptions, Step, Table, Topology, parse_topology
 from evenkeel.placement.fields import decode, encode, hints
-from evenkeel.placement.plan_file import FORMAT, MeasuredPlan, corrected_profile
+from evenkeel.placement.invalid_input import require
+from evenkeel.placement.plan_file import FORMAT, MOST_MEASURED, MeasuredPlan, corrected_profile
 
 DEFAULT_RESERVE = 0.15
 """Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""
@@ -64,11 +65,7 @@ def parse_json(text: str | bytes, where: str = "") -> Any:
 
     value = json.loads(text, object_pairs_hook=construct, parse_int=_whole)
     if doubled:
-        try:
-            _refuse_doubles(value, doubled)
-        except InvalidInputError as error:
-            field = f"{where}: {error.field}" if where else error.field
-            raise InvalidInputError(field, error.value, error.problem, error.remedy) from None
+        _refuse_doubles(value, doubled, f"{where}: " if where else "")
     return value
 
 
@@ -77,19 +74,17 @@ def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
 
 
-def _refuse_doubles(value: object, doubled: Mapping[int, tuple[object, str]]) -> None:
+def _refuse_doubles(value: object, doubled: Mapping[int, tuple[object, str]], path: str) -> None:
     """Refuses a JSON value with an object that has a field twice; one that another value has replaced is in none."""
     if id(value) in doubled:
         _, name = doubled[id(value)]
-        raise InvalidInputError(name, name, "is there twice in one object", "keep one of them")
-    steps: Iterable[tuple[Any, object]] = ()
-    if isinstance(value, dict | list):
-        steps = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, item in steps:
-        try:
-            _refuse_doubles(item, doubled)
-        except InvalidInputError as error:
-            raise error.under(f"[{name}]" if isinstance(value, list) else name) from None
+        raise InvalidInputError(f"{path}{name}", name, "is there twice in one object", "keep one of them")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _refuse_doubles(item, doubled, f"{path}{name}.")
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _refuse_doubles(item, doubled, f"{path.removesuffix('.')}[{number}].")
 
 
 def _number(text: str) -> Any:
@@ -114,7 +109,9 @@ def unpacked(
     value: dict[str, Any] = {"tables": content} if isinstance(content, list) else dict(as_object("tables", content))
     measured: tuple[MeasuredPlan, ...] = ()
     if value.get("format") == FORMAT:  # its request is planned again
-        measured = tuple(decode(MeasuredPlan, one, "measured") for one in value.get("measured") or ())
+        listed = value.get("measured") or []
+        require(isinstance(listed, list), "measured", listed, "is no list", "give a list, or leave it out")
+        measured = tuple(decode(MeasuredPlan, one, f"measured[{n}]") for n, one in enumerate(listed[:MOST_MEASURED]))
         value = dict(as_object("request", value.get("request")))
     if isinstance(short := topology or value.get("topology"), str):
         name, machines = parse_topology(short)

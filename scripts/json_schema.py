@@ -62,7 +62,7 @@ def _schema(hint: Any, schemas: dict[str, Any]) -> dict[str, Any]:
     if origin is typing.Annotated:
         found = _schema(arguments[0], schemas)
         for bound in arguments[1:]:
-            found = {**found, **_limits(bound, found["type"])}
+            found = {**found, **_limits(bound, found.get("type", "array"))}
         return found
     if origin in (typing.Union, types.UnionType):
         return _union(arguments, schemas)

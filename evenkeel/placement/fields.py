@@ -82,7 +82,7 @@ class Length:
     def check(self, value: Any, path: str) -> None:
         """Raises `InvalidInputError` unless there are as many."""
         what = "characters" if isinstance(value, str) else "items"
-        number, remedy = len(value), f"give {self.low} to {self.high} {what}"
+        number, remedy = 1 if isinstance(value, Enum) else len(value), f"give {self.low} to {self.high} {what}"
         require(self.low <= number <= self.high, path, number, f"has {number} {what}", remedy)
 
 
@@ -163,6 +163,9 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     """The value as the annotation has it: numbers of their type, lists as tuples, objects as dataclasses."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
+        for bound in arguments[1:]:  # of too many items none is looked at
+            if isinstance(bound, Length) and isinstance(value, list | tuple):
+                bound.check(value, path)
         found = _value(arguments[0], value, path)
         for bound in arguments[1:]:
             bound.check(found, path)

@@ -122,7 +122,7 @@ class Table:
     admission_threshold: Annotated[int, Range(1, 2**31)] = 2
     dist_type: Annotated[str, OneOf(DIST_TYPES)] = "hash_roundrobin"
     group: Annotated[str, Length(0, 512)] = ""
-    sharding: Sharding | tuple[Sharding, ...] = Sharding.ROW_WISE
+    sharding: Annotated[Sharding | tuple[Sharding, ...], Length(1, len(Sharding))] = Sharding.ROW_WISE
     column_shards: Annotated[int, Range(0, MAX_DIM)] = 0
     modes: Annotated[tuple[Mode, ...], Length(0, 4)] = ()
     ratio: Share | None = None
@@ -132,7 +132,6 @@ class Table:
         doubles = len(set(self.shardings)) < len(self.shardings)
         given = [sharding.value for sharding in self.shardings]
         require(not doubles, "sharding", given, "has doubles", "name each way once")
-        require(len(given) > 0, "sharding", given, "names no way", "leave it out for row_wise")
         split = self.column_shards < 2 or not {Sharding.COLUMN_WISE, Sharding.GRID}.isdisjoint(self.shardings)
         hosts = {Sharding.TABLE_ROW_WISE, Sharding.GRID}
         remedy = "set pooled to true, or allow row_wise"

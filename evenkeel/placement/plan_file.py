@@ -20,7 +20,7 @@ from evenkeel.placement.request import PlanRequest
 
 FORMAT = "evenkeel-plan"
 VERSION = 1
-_MOST = 64
+MOST_MEASURED = 64
 _PRIOR = 0.3
 """Weight, beside a measured plan, of the expectation that the profile is right."""
 _FARTHEST = 10.0
@@ -90,7 +90,7 @@ def correction_factors(measured: Sequence[MeasuredPlan]) -> dict[str, float]:
 
 def corrected_profile(profile: HardwareProfile, runtime: Runtime, measured: Sequence[MeasuredPlan]) -> HardwareProfile:
     """The profile with the constants of a runtime corrected by plans that it predicted and its machine has run."""
-    factors = correction_factors(measured[:_MOST])
+    factors = correction_factors(measured[:MOST_MEASURED])
     if not factors:
         return profile
     costs = profile.costs(runtime)

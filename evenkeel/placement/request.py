@@ -134,13 +134,14 @@ def parse_topology(text: str) -> tuple[str, Topology]:
         raise InvalidInputError("topology", text, "is not understood", "write PROFILExRANKS or PROFILExRANKS/PER_HOST")
     try:
         profile = builtin_profile(name)
+        local = int(per_host) if per_host else min(int(ranks), profile.ranks_per_host)
+        topology = Topology(
+            ranks=int(ranks),
+            ranks_per_host=local,
+            hbm_bytes=profile.hbm_bytes,
+            host_bytes=profile.host_bytes_per_rank * local,
+        )
     except InvalidInputError as error:
-        raise InvalidInputError("topology", text, f"names {name!r}, which {error.problem}", error.remedy) from None
-    local = int(per_host) if per_host else min(int(ranks), profile.ranks_per_host)
-    topology = Topology(
-        ranks=int(ranks),
-        ranks_per_host=local,
-        hbm_bytes=profile.hbm_bytes,
-        host_bytes=profile.host_bytes_per_rank * local,
-    )
+        what = f"says {error.value!r} for {error.field}, which {error.problem}"
+        raise InvalidInputError("topology", text, what, error.remedy) from None
     return name, topology

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from starlette.routing import Route
 from evenkeel.placement import InvalidInputError, PlanRequest, builtin_profiles
 from evenkeel.placement.fields import encode
 from evenkeel.placement.hardware import builtin_profile
-from services.planner.answers import AnyRequest, HitRatesRequest, R, WhatIfRequest, read_request
+from services.planner.answers import HitRatesRequest, R, WhatIfRequest, read_request
 from services.planner.edge import Edge
 from services.planner.metrics import Metrics
 from services.planner.pool import Pool
@@ -64,10 +63,9 @@ async def _answer(request: Request, kind: type[R]) -> Response:
         body = await request.body()
     except ClientDisconnect:
         raise client_gone() from None
-    began = time.monotonic()
-    asked: AnyRequest = await state.pool.read(partial(read_request, kind, body, settings))
+    asked, spent = await state.pool.read(partial(read_request, kind, body, settings))
     limit = asked.solver.time_limit_s if isinstance(asked, PlanRequest) else settings.max_time_limit_seconds
-    found = await state.pool.solve(asked, limit, began, partial(_gone, request))
+    found = await state.pool.solve(asked, limit, spent, partial(_gone, request))
     state.metrics.answered(asked, found)
     return Response(found.document, media_type="application/json")
 

@@ -61,7 +61,7 @@ class Pool:
 
     async def start(self) -> None:
         """Starts all processes, and waits until one can work."""
-        first = [self._processes.schedule(answers.ready) for _ in range(self._settings.workers)]
+        first = [self._processes.schedule(os.getpid) for _ in range(self._settings.workers)]
         await asyncio.wrap_future(first[0])
 
     def close(self) -> None:
@@ -71,20 +71,25 @@ class Pool:
             self._processes.join(5)
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, parse: Callable[[], T]) -> T:
-        """What `parse` gives, in a thread beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, parse)
+    async def read(self, parse: Callable[[], T]) -> tuple[T, float]:
+        """What `parse` gives, in a thread beside the event loop, and the seconds that it took."""
+
+        def timed() -> tuple[T, float]:
+            began = time.monotonic()
+            return parse(), time.monotonic() - began
+
+        try:
+            async with asyncio.timeout(self._settings.max_wait_seconds):
+                return await asyncio.get_running_loop().run_in_executor(self._reader, timed)
+        except TimeoutError:
+            raise self._overloaded("requests before this one are still being read") from None
 
     async def solve(
-        self, request: AnyRequest, limit: float, began: float, gone: Callable[[], Awaitable[None]]
+        self, request: AnyRequest, limit: float, spent: float, gone: Callable[[], Awaitable[None]]
     ) -> Answer:
-        """The answer to a request, from a process."""
+        """The answer to a request of which reading took some seconds, from a process."""
         if self._asked >= self._settings.workers + self._settings.queue_size:
             raise self._overloaded(f"{self._asked} requests are being solved or wait")
-        spent = time.monotonic() - began
-        if spent >= limit:
-            what, remedy = "was over when the request was read", "give more time or fewer tables"
-            raise InvalidInputError("solver.time_limit_s", limit, what, remedy)
         left, longest = asyncio.ensure_future(gone()), self._settings.max_wait_seconds
         self._asked += 1
         try:

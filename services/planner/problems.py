@@ -72,7 +72,7 @@ class ServiceError(Exception):
         """The problem document, as the answer to a request for a path."""
         detail, errors = self.detail, tuple[FieldProblem, ...]()
         if isinstance(detail, InvalidInputError):
-            field, value = _encodable(detail.field), _shown(detail.value)
+            field, value = _shown(detail.field), _shown(detail.value)
             errors = (FieldProblem(field=field, value=value, problem=detail.problem, remedy=detail.remedy),)
             detail = f"{field}: {detail.problem} (got {value}); {detail.remedy}"
         document = ProblemDocument(

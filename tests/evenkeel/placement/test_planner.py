@@ -139,10 +139,7 @@ def test_topologies_have_short_names() -> None:
         (lambda: Table(name="t", rows=0, dim=8), "rows"),
         (lambda: Table(name="t", rows=10, dim=8, data_type="int8"), "data_type"),
         (lambda: Table(name="t", rows=10, dim=8, modes=(Mode.CACHING,), ratio=1.0), "ratio"),
-        (
-            lambda: request((Table(name="t", rows=10, dim=8, modes=(Mode.HYBRID,)),), hbm_gib=1, runtime="torchrec"),
-            "tables[0].modes",
-        ),
+        (lambda: request(random_tables(1, 0, modes=(Mode.HYBRID,)), hbm_gib=1, runtime="torchrec"), "tables[0].modes"),
         (lambda: Table(name="t", rows=10, dim=8, dist_type="by_moon"), "dist_type"),
         (
             lambda: request(
@@ -156,7 +153,7 @@ def test_topologies_have_short_names() -> None:
         (lambda: Topology(ranks=8, hbm_bytes=1, hbm_reserved_fraction=float("nan")), "hbm_reserved_fraction"),
         (lambda: PlanRequest(topology=Topology(ranks=1, hbm_bytes=1), hardware="z80"), "hardware"),
         (lambda: parse_topology("h200"), "topology"),
-        (lambda: parse_topology("h300x8"), "topology"),
+        (lambda: parse_topology("h200x99999"), "topology"),
         (lambda: request((*random_tables(1, 0), *random_tables(1, 0)), hbm_gib=1), "tables[1].name"),
         (lambda: decode(PlanRequest, {"topology": {"ranks": 8, "hbm_bytes": 1, "gpus": 2}}), "topology.gpus"),
         (lambda: decode(PlanRequest, {"topology": {"ranks": "8", "hbm_bytes": 1}}), "topology.ranks"),
