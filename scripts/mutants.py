@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests
     "decide": ("trainer_client/balancing", "decide", "messages stages model/protocol"),
     "contribution": ("trainer_client/balancing", "contribution", "messages stages"),
     "directive": ("trainer_client/balancing", "directive", "messages stages"),
-    "routing": ("trainer_client/embedding/routing", "ownership bucketize skew", "ownership bucketize kjt"),
+    "routing": ("trainer_client/embedding/routing", "ownership bucketize skew", "bucketize kjt"),
     "checkpoint": ("trainer_client/embedding/checkpoint", "convert record files optimizers", "convert optimizers"),
     "solver": ("evenkeel/placement", "search program trivial", "bounds search"),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.embedding.checkpoint.test_dynamicemb_load import stand_in
+from tests.trainer_client.embedding.checkpoint.test_live import stand_in
 
 ROOT = Path(__file__).parents[2]
 TEXTS = (

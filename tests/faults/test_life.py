@@ -1,47 +1,32 @@
-"""What befalls a job by itself: bad costs, crashes, restarts, and several loaders."""
+"""What befalls a job by itself: crashes, and restarts, also by torchrun."""
 
 from __future__ import annotations
 
-import atexit
+import json
 import os
 import signal
 import threading
+from collections import defaultdict
 from dataclasses import replace
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from benchmarks.harness import zygote
 from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.crew import Crew
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.steps import Steps
+from tests.faults.elastic import DIES, NUM_STEPS, size_of
 from tests.trainer_client.balancing.jobs import (
     SPEC,
     Job,
     JobData,
     check_complete,
-    connect,
     cost_of,
-    make_batch,
     run_job,
 )
-from trainer_client import BalancedLoader, BalanceOptions
-
-
-def test_a_cost_that_is_no_number_on_one_rank(crew: Crew, balancer: ServiceProcess) -> None:
-    steps = Steps(address=balancer.address, name="nan", timeout=5.0, bad_costs=frozenset({(1, 4), (1, 5)}))
-    assert steps.size(1, 4)
-    with crew.run(steps) as run:
-        run.until(reason="invalid_costs")
-        run.until(mode="service", times=4)
-    assert run.modes[4:6] == ["identity", "identity"]
-    assert run.results[0]["breaker_changes"] == 0
-    logged, *others = (result["warnings"] for result in run.results)
-    assert [line for line in logged if "cost of sample 0 is nan" in line]
-    assert not any(others), "only the lead knows of all"
+from trainer_client import BalancedLoader
 
 
 def crash(rank: int, job: Job, how: str, victim: int = 1) -> Any:
@@ -91,44 +76,39 @@ def test_a_job_restarts_with_another_world_size(balancer: ServiceProcess) -> Non
     assert "service" in {record["mode"] for record in results[0]}, "it took over at once"
 
 
-def two_loaders(rank: int, address: str) -> list[tuple[str, list[int], str]]:
-    """Training with an evaluation in the middle of the epoch, and children that come and go."""
-    trained: list[tuple[str, list[int], str]] = []
-
-    def note(name: str, batch: dict[str, torch.Tensor], loader: Any) -> None:
-        trained.append((name, batch["id"].tolist(), loader.report.mode.value))
-
-    options = BalanceOptions(timeout=timedelta(seconds=20))
-    with connect(address, job="two-loaders", options=options) as balancer:
-        train, evaluate = (
-            BalancedLoader(
-                [make_batch(rank, first + step, 5 + rank) for step in range(6)], balancer,
-                cost=cost_of, spec=SPEC, name=name,
-            )
-            for name, first in (("train", 0), ("eval", 50))
-        )  # fmt: skip
-        for step, batch in enumerate(train):
-            note("train", batch, train)
-            if step == 1:
-                for other in evaluate:
-                    note("eval", other, evaluate)
-            if step == 3:  # a child that ends in order must not take the parent's streams along
-                child = os.fork()
-                if child == 0:
-                    atexit._run_exitfuncs()
-                    os._exit(0)
-                assert os.waitpid(child, 0)[1] == 0
-    return trained
+WORLD_SIZE = 2
+SECONDS = 270.0
 
 
-def test_train_and_eval_at_once_and_children_that_exit(balancer: ServiceProcess) -> None:
-    results = run_ranks(2, two_loaders, balancer.address)
-    for name, first in (("train", 0), ("eval", 50)):
-        ids = sorted(sample for result in results for kind, samples, _ in result if kind == name for sample in samples)
-        wanted = sorted(
-            sample for rank in range(2) for step in range(6)
-            for sample in make_batch(rank, first + step, 5 + rank)["id"].tolist()
-        )  # fmt: skip
-        assert ids == wanted
-    assert {mode for _, _, mode in results[0]} == {"service"}
-    assert [kind for kind, _, _ in results[0]] == ["train"] * 2 + ["eval"] * 6 + ["train"] * 4
+@pytest.mark.timeout(300)
+def test_a_rank_that_dies_is_restarted_by_torchrun_and_no_sample_is_lost(
+    balancer: ServiceProcess, tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torchrun hands one store to every incarnation otherwise, in which Gloo finds the addresses of the dead one.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("PYTHON_EXEC", str(forked_python))  # of its ranks
+    done = zygote.run(
+        "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}",
+        "--max-restarts=1", "--monitor-interval=0.1", "-m", "tests.faults.elastic", balancer.address, str(tmp_path),
+        timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    trained: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # restart, step: ids
+    modes: dict[int, set[str]] = defaultdict(set)
+    for log in tmp_path.glob("trained-*"):
+        restart = int(log.name.split("-")[1])
+        for line in log.read_text().splitlines():
+            step, mode, ids = json.loads(line)
+            trained[restart][step] += ids
+            modes[restart].add(mode)
+    assert max(trained[0]) < DIES[1]  # the injection: nobody got past the step at which the rank died
+    assert len(list(tmp_path.glob("trained-1-*"))) == WORLD_SIZE
+    assert sorted({*trained[0], *trained[1]}) == list(range(NUM_STEPS))
+    assert max(trained[1]) == NUM_STEPS - 1
+    for steps in trained.values():
+        for step, ids in steps.items():
+            loaded = [
+                1000 * step + 1_000_000 * rank + at for rank in range(WORLD_SIZE) for at in range(size_of(rank, step))
+            ]
+            assert sorted(ids) == loaded, f"step {step}: samples lost or doubled"
+    assert modes[0] == modes[1] == {"service"}  # the restart took over its predecessor's name without a wait

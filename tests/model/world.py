@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,105 +21,89 @@ from trainer_client.balancing.decide import Decision, Rules, decide
 from trainer_client.balancing.report import Mode
 from trainer_client.balancing.rounds import Clock
 
+T = TypeVar("T")
 UNTIL = "until"
+
+
+def _copied(one: T, **changes: Any) -> T:
+    """As `dataclasses.replace`, which takes most of the time of a visit."""
+    made = object.__new__(type(one))
+    vars(made).update(vars(one), **changes)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a rank does in one pass.
+    """What a rank does in one pass."""
 
-    Attributes:
-        batches: That it has.
-        leaves: After how many batches it leaves its loop; None: at the end.
-    """
-
-    batches: int
-    leaves: int | None = None
+    batches: int  # that it has
+    leaves: int | None = None  # after how many batches it leaves its loop; None: at the end
 
 
 Item = tuple[int, State]
 """Pass, and what is contributed."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Rank:
-    """A rank's loop and its threads.
+    """A rank's loop and its threads."""
 
-    Attributes:
-        clock: Of its rounds.
-        pass_index: Which of its programs it is in.
-        pass_number: Of that pass, as the clock has counted it; None before its first submission.
-        submitted: Items of this pass.
-        trained: Rounds whose batches it has trained, of all passes, with what it contributed to each.
-        taken: Of this pass.
-        left: It has left its loop, and waits for the end.
-        queue: Items, and ends of void rounds, that nobody has looked at.
-        to_gather: (number, item) of rounds that the lead has not gathered.
-        sent: (number, item) that the thread which follows has not looked at.
-        in_flight: Items of this pass whose directives the loop has not seen, by submission.
-        arrived: (round, whether it ended the pass), not seen by the loop yet.
-        gathers: Contributions sent: the same one on all ranks is the same round.
-    """
-
-    clock: Clock
-    pass_index: int = 0
-    pass_number: int | None = None
-    submitted: int = 0
-    taken: int = 0
-    left: bool = False
+    clock: Clock  # of its rounds
+    pass_index: int = 0  # which of its programs it is in
+    pass_number: int | None = None  # of that pass, as the clock has counted it; None before its first submission
+    submitted: int = 0  # items of this pass
+    taken: int = 0  # of this pass
+    left: bool = False  # it has left its loop, and waits for the end
+    # rounds whose batches it has trained, of all passes, with what it contributed to each
     trained: tuple[tuple[int, State], ...] = ()
-    queue: tuple[tuple[str, int] | Item, ...] = ()
-    to_gather: tuple[tuple[int, Item | None], ...] = ()
-    sent: tuple[tuple[int, Item | None], ...] = ()
-    in_flight: tuple[int, ...] = ()
-    arrived: tuple[tuple[int, bool], ...] = ()
-    gathers: int = 0
+    queue: tuple[tuple[str, int] | Item, ...] = ()  # items, and ends of void rounds, that nobody has looked at
+    to_gather: tuple[tuple[int, Item | None], ...] = ()  # (number, item) of rounds that the lead has not gathered
+    sent: tuple[tuple[int, Item | None], ...] = ()  # (number, item) that the thread which follows has not looked at
+    in_flight: tuple[int, ...] = ()  # items of this pass whose directives the loop has not seen, by submission
+    arrived: tuple[tuple[int, bool], ...] = ()  # (round, whether it ended the pass), not seen by the loop yet
+    gathers: int = 0  # contributions sent: the same one on all ranks is the same round
+    number: int = -1  # of its state; -1 where that is not known
 
-    def key(self) -> tuple[object, ...]:
-        """What tells states apart."""
+    def key(self, numbers: dict[tuple[object, ...], int]) -> int:
+        """What tells states apart, as a number: worlds share ranks that have taken no step, which are asked once."""
+        if self.number >= 0:
+            return self.number
         clock = self.clock
-        return (
+        key = (
             clock.next_up, clock.done, clock.void_until, clock.pass_number, self.pass_index, self.pass_number,
             self.submitted, self.taken, self.left, self.trained, self.queue, self.to_gather, self.sent, self.in_flight,
             self.arrived,
         )  # fmt: skip
+        self.number = numbers.setdefault(key, len(numbers))
+        return self.number
 
 
-@dataclass(slots=True)
+@dataclass
 class World:
-    """All ranks, and what has passed between them.
+    """All ranks, and what has passed between them."""
 
-    Attributes:
-        programs: Of each rank, by pass.
-        ranks: Their states.
-        contributed: By round, what each rank has contributed.
-        directives: By round, what the lead has sent.
-        failures: Rounds that the lead may still fail to plan, so that all ranks raise.
-    """
-
-    programs: tuple[tuple[Program, ...], ...]
-    ranks: list[Rank]
+    programs: tuple[tuple[Program, ...], ...]  # of each rank, by pass
+    ranks: list[Rank]  # their states
     decides: Callable[[tuple[State, ...]], Decision]
+    # by round, what each rank has contributed
     contributed: dict[int, tuple[Item | None, ...]] = field(default_factory=dict)
-    directives: dict[int, Decision] = field(default_factory=dict)
+    directives: dict[int, Decision] = field(default_factory=dict)  # by round, what the lead has sent
     decided: dict[int, Decision] = field(default_factory=dict)
-    failures: int = 0
+    failures: int = 0  # rounds that the lead may still fail to plan, so that all ranks raise
 
-    def key(self) -> tuple[object, ...]:
-        """What tells states apart."""
+    def key(self, numbers: dict[tuple[object, ...], int]) -> tuple[object, ...]:
+        """What tells states apart; each state of a rank has its number."""
         return (
-            *(rank.key() for rank in self.ranks), tuple(sorted(self.contributed.items())),
-            tuple((number, one.mode, one.last) for number, one in sorted(self.directives.items())),
-            tuple((number, one.mode, one.last) for number, one in sorted(self.decided.items())), self.failures,
+            *(rank.key(numbers) for rank in self.ranks), frozenset(self.contributed.items()),
+            *(frozenset((n, one.mode, one.last) for n, one in of.items()) for of in (self.directives, self.decided)),
+            self.failures,
         )  # fmt: skip
 
-    def copy(self) -> World:
-        """One that can go on by itself."""
-        ranks = [replace(rank, clock=copy(rank.clock)) for rank in self.ranks]
-        return replace(
-            self, ranks=ranks, contributed=dict(self.contributed), directives=dict(self.directives),
-            decided=dict(self.decided),
-        )  # fmt: skip
+    def copy(self, index: int) -> World:
+        """One in which a rank can take a step; all else is shared, and replaced where it changes."""
+        ranks = [*self.ranks]
+        ranks[index] = _copied(ranks[index], number=-1)
+        return _copied(self, ranks=ranks)
 
     @property
     def over(self) -> bool:
@@ -144,25 +129,24 @@ class World:
         """Every step that some thread can take, and the world after it; one alone where it commutes with all others."""
         for index, rank in enumerate(self.ranks):
             if rank.arrived:  # whatever else happens, before or after: the loop sees it, and cannot leave before
-                after = self.copy()
+                after = self.copy(index)
                 _loop(after, index)
                 yield f"loop of rank {index}", after
                 return
-        if self.ranks[0].to_gather and _gather(after := self.copy()):  # what comes of it is seen in later steps only
+        if self.ranks[0].to_gather and _gather(after := self.copy(0)):  # what comes of it is seen in later steps only
             yield "gather", after
             return
         for index in range(len(self.ranks)):
             for name, step in (("loop", _loop), ("leave", _leave), ("up", _up), ("down", _down)):
-                after = self.copy()
+                after = self.copy(index)
                 if step(after, index):
                     yield f"{name} of rank {index}", after
         if self.failures:
             pending = [number for number in self.decided if number not in self.directives]
             for number in pending[:1]:
                 if self.decided[number].mode is not Mode.END:
-                    after = self.copy()
-                    after.failures -= 1
-                    after.decided[number] = Decision(mode=Mode.END, error=RuntimeError("a plan failed"))
+                    failed = Decision(mode=Mode.END, error=RuntimeError("a plan failed"))
+                    after = _copied(self, failures=self.failures - 1, decided={**self.decided, number: failed})
                     yield f"round {number} fails", after
 
 
@@ -236,10 +220,12 @@ def _up(world: World, index: int) -> bool:
 
 
 def _contribute(world: World, index: int, item: Item | None) -> None:
-    rank, number = world.ranks[index], world.ranks[index].clock.contributed()
+    rank = world.ranks[index]
+    rank.clock = copy(rank.clock)
+    number = rank.clock.contributed()
     items = list(world.contributed.get(number, (None,) * len(world.ranks)))
     items[index] = item if item is not None else (-1, State.NOTHING)
-    world.contributed[number] = tuple(items)
+    world.contributed = {**world.contributed, number: tuple(items)}
     rank.gathers += 1
     if index == 0:
         rank.to_gather = (*rank.to_gather, (number, item))
@@ -258,7 +244,7 @@ def _gather(world: World) -> bool:
         return False
     rank.to_gather, rank.sent = tuple(rest), (*rank.sent, first)
     if rank.clock.takes_place(first[0]):
-        world.decided[first[0]] = world.decides(states)
+        world.decided = {**world.decided, first[0]: world.decides(states)}
     return True
 
 
@@ -274,10 +260,11 @@ def _down(world: World, index: int) -> bool:
             rank.arrived = _arrived(rank, item, number, ends=True)
         return True
     if index == 0:
-        world.directives[number] = world.decided[number]
+        world.directives = {**world.directives, number: world.decided[number]}
     if number not in world.directives:
         return False
     decision, rank.sent = world.directives[number], tuple(rest)
+    rank.clock = copy(rank.clock)
     rank.clock.directed(number, ends=decision.ends)
     if decision.ends:
         rank.queue = (*rank.queue, (UNTIL, rank.clock.void_until))
@@ -327,7 +314,8 @@ def explore(
         ViolationError: If an invariant fails, or nothing can happen although the job is not over.
     """
     first = World(programs, [Rank(clock(depth)) for _ in programs], decides, failures=failures)
-    seen = {first.key()}
+    numbers: dict[tuple[object, ...], int] = {}
+    seen = {first.key(numbers)}
     came: list[tuple[int, str]] = [(0, "")]
     stack: list[tuple[int, World]] = [(0, first)]
     steps = 0
@@ -338,7 +326,7 @@ def explore(
             moves = 0
             for event, after in world.successors():
                 moves += 1
-                key = after.key()
+                key = after.key(numbers)
                 if key not in seen:
                     seen.add(key)
                     stack.append((len(came), after))

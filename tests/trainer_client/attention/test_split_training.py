@@ -14,12 +14,9 @@ from tests.trainer_client.balancing.redistribution.pool import GlooRanks
 
 CASES = [
     Case(world_size=2, seed=1),
-    Case(world_size=3, seed=3, candidates=2, samples=2),
-    Case(world_size=4, seed=4, causal_kernel=True, giants=0.1),
     Case(world_size=3, seed=6, causal_kernel=True, again=True, parallel=True),
     Case(world_size=2, seed=7, window=2, steps=4),
     Case(world_size=3, seed=8, cap=70.0, samples=1, giants=0.4),
-    Case(world_size=3, seed=12, causal_kernel=True, sharded=True, steps=2),
     Case(world_size=3, seed=13, attention="silu", candidates=2, sharded=True, again=True, steps=2),
     Case(world_size=2, seed=14, loop="torchrec", parallel=True, again=True),
     Case(world_size=2, seed=11, loop="by hand"),

@@ -87,23 +87,15 @@ def check_served(loader: BalancedLoader[Any], address: str | None) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A job of the tests: data with heavy tails, every sample known by its id.
+    """A job of the tests: data with heavy tails, every sample known by its id."""
 
-    Attributes:
-        steps: Batches of each rank.
-        batch_size: Samples of a full batch.
-        address: Of the balancer; None: embedded; "off": no balancing.
-        name: Of the job.
-        options: Of balancing.
-        epochs: How often the data is iterated.
-    """
-
-    steps: tuple[int, ...]
-    batch_size: int = 8
-    address: str | None = None
-    name: str = "job"
+    steps: tuple[int, ...]  # batches of each rank
+    batch_size: int = 8  # samples of a full batch
+    address: str | None = None  # of the balancer; None: embedded; "off": no balancing
+    name: str = "job"  # of the job
+    # of balancing
     options: BalanceOptions = field(default_factory=lambda: BalanceOptions(timeout=timedelta(seconds=20)))
-    epochs: int = 1
+    epochs: int = 1  # how often the data is iterated
 
     def batches(self, rank: int) -> Iterator[dict[str, torch.Tensor]]:
         for step in range(self.steps[rank]):
@@ -144,8 +136,6 @@ def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
 
 
 STEPS = 8
-Ledger = dict[str, list[list[int]]]
-"""Ids of the samples of each batch that a rank got, by loop."""
 
 
 def source(rank: int, loop: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:

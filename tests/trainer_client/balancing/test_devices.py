@@ -10,9 +10,8 @@ import torch
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.batches.helpers import OnDevice
-from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch, run_in_turn
 from trainer_client import BalancedLoader
 from trainer_client.balancing import source as incoming
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
@@ -87,8 +86,7 @@ def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkey
 def train(rank: int, address: str | None, arriving: bool, default: str | None) -> Any:
     if default is not None:
         torch.set_default_device(default)
-    if arriving:
-        incoming.is_on_device = lambda *_: True  # type: ignore[assignment]
+    incoming.is_on_device = (lambda *_: True) if arriving else is_on_device  # type: ignore[assignment]
     with torch.device("cpu"):
         batches = [make_batch(rank, step, 4 + rank) for step in range(4 + rank)]
     with balancer_of(address, f"devices-{default}", window=2) as balancer:
@@ -98,11 +96,8 @@ def train(rank: int, address: str | None, arriving: bool, default: str | None) -
     return ids
 
 
-def test_batches_that_arrive_are_balanced_as_those_of_the_host() -> None:
-    assert run_ranks(2, train, None, True, None) == run_ranks(2, train, None, False, None)
-
-
-def test_a_default_device_of_the_program_changes_nothing(balancer: ServiceProcess) -> None:
+def test_batches_that_arrive_and_a_default_device_of_the_program_change_nothing(balancer: ServiceProcess) -> None:
     """Whatever the library makes without saying where would be on a device that has no memory."""
-    found = run_ranks(2, train, balancer.address, False, "meta")
-    assert found == run_ranks(2, train, None, False, None)
+    ways = ((None, False, None), (None, True, None), (balancer.address, False, "meta"))
+    plain, *others = run_in_turn(2, *((train, *way) for way in ways))
+    assert others == [plain] * 2

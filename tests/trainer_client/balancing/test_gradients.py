@@ -20,7 +20,7 @@ from tests.trainer_client.balancing.jobs import SPEC, Job, JobData, cost_of, run
 from trainer_client import BalancedLoader, BalanceOptions
 
 WIDTH = 6
-STEPS = (48, 40, 30)
+STEPS = (26, 20, 15)
 UNIT = 2.0**-53
 
 
@@ -123,10 +123,10 @@ def test_the_averaged_gradient_is_that_of_the_global_batch_whoever_plans(job: Jo
         calls = itertools.count()
 
         def harm(request: bytes, ask: Ask) -> bytes:
-            kind = {1: "late", 3: "garbled", 5: "refused"}.get(next(calls) % 7, "")
+            kind = {1: "late", 3: "garbled", 4: "refused"}.get(next(calls) % 5, "")
             injected[kind] += 1
             if kind == "late":
-                time.sleep(0.3)
+                time.sleep(0.1)
             if kind == "refused":
                 raise Refused(grpc.StatusCode.UNAVAILABLE)
             answer = ask(request)

@@ -1,7 +1,14 @@
-"""Communicators, and loaders that outlive their process group, were begun before there was one, or share it."""
+"""Lives of balancers: beside others, beyond their process group, dropped without `close`, and in forked children."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -9,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.jobs import SPEC, balancer_of, connect, cost_of, make_batch, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.groups import _ROOM, Bytes, read_membership, take_communicators
 
@@ -87,12 +99,12 @@ def test_balancers_that_live_at_once_do_not_wait_for_each_other() -> None:
 def move_fails(rank: int) -> tuple[str, float, list[str]]:
     """Rank 1 takes longer in a step than the move of the next batch may."""
     balancer = Balancer.embedded(
-        options=BalanceOptions(timeout=timedelta(seconds=1), group_timeout=timedelta(seconds=2))
+        options=BalanceOptions(timeout=timedelta(seconds=1), group_timeout=timedelta(seconds=1))
     )
     try:
         for step, _ in enumerate(make_loader(rank, balancer, 8)):
             if rank == 1 and step == 2:
-                time.sleep(7)
+                time.sleep(4)
         error = ""
     except RuntimeError as raised:
         error = str(raised)
@@ -135,3 +147,171 @@ def test_rows_of_any_size_arrive_as_they_were_sent() -> None:
     lead, *others = run_ranks(3, _rows_of_sizes)
     assert lead == [True] * 24
     assert others == [[True] * 6] * 2
+
+
+def threads_left() -> list[str]:
+    """Threads of the library that do not end."""
+    until = time.monotonic() + 20
+    while (left := [one.name for one in threading.enumerate() if one.name.startswith("evenkeel")]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.02)
+    return left
+
+
+def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
+    """The modes of three loops and the communicators that they used; then what is left of them all."""
+    modes, pairs = [], []
+    for _ in range(3):
+        balancer = balancer_of(address, f"dropped-{leave}")
+        loader = BalancedLoader([make_batch(rank, step, 5) for step in range(6)], balancer, cost=cost_of, spec=SPEC)
+        seen = []
+        for step, _ in enumerate(loader):
+            seen.append(loader.report.mode.value)
+            if leave and step == 2 + rank:
+                break
+        modes.append(seen)
+        opened = balancer.stream()._opened
+        assert opened is not None
+        pairs.append(id(opened.communicators))
+        # what a stream remembers of rounds does not grow with them
+        assert len(opened.rounds._open) <= balancer.stream().options.depth + 1  # type: ignore[attr-defined]
+        del opened
+        del balancer, loader  # and nothing else
+    gc.collect()
+    return modes, pairs, threads_left()
+
+
+def test_a_dropped_balancer_leaves_nothing_behind_and_its_successor_takes_its_place(balancer: ServiceProcess) -> None:
+    ways = [(address, leave) for address in (None, balancer.address) for leave in (False, True)]
+    for (address, leave), results in zip(
+        ways, run_in_turn(2, *((one_after_the_other, *way) for way in ways)), strict=True
+    ):
+        for modes, pairs, left in results:
+            assert {each for loop in modes for each in loop} == {"embedded" if address is None else "service"}
+            assert leave or {len(loop) for loop in modes} == {6}
+            assert len(set(pairs)) == 1
+            assert left == []
+
+
+def ends_of(rank: int, error: bool) -> list[str]:
+    """Threads that are left where nobody looks for cycles: loops that end, by themselves or by an error of the data."""
+
+    def batches() -> Any:
+        for step in range(4):
+            if error and step == 2:
+                raise OSError("the data end here")
+            yield make_batch(rank, step, 5)
+
+    gc.collect()
+    gc.disable()
+    balancer = Balancer.embedded()
+    loader = BalancedLoader(batches(), balancer, cost=cost_of, spec=SPEC)
+    with contextlib.suppress(OSError):
+        for _ in loader:
+            pass
+    del balancer, loader
+    left = threads_left()
+    gc.enable()
+    return left
+
+
+def test_a_dropped_balancer_does_not_wait_for_the_collector_of_cycles() -> None:
+    assert run_in_turn(2, (ends_of, False), (ends_of, True)) == [[[], []]] * 2
+
+
+SAMPLES = 48
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Ids of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.rank * SAMPLES + index)
+
+
+def iterate(rank: int, address: str) -> list[list[int]]:
+    data: DataLoader[Any] = DataLoader(
+        Samples(rank), batch_size=8, num_workers=4, multiprocessing_context="fork", timeout=60
+    )
+    epochs = []
+    options = BalanceOptions(timeout=timedelta(seconds=20))
+    with connect(address, job="forked", options=options) as balancer:
+        loader = BalancedLoader(data, balancer, cost=lambda ids: ids % 7)
+        for _ in range(3):  # the second and third fork while the stream's threads run
+            epochs.append([sample for batch in loader for sample in batch.tolist()])
+            assert loader.report.mode.value == "service"
+            child = os.fork()  # one that ends in order must not take the parent's streams along
+            if child == 0:
+                atexit._run_exitfuncs()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    return epochs
+
+
+@pytest.mark.timeout(180)
+def test_four_forked_workers_and_three_epochs(balancer: ServiceProcess) -> None:
+    results = run_ranks(2, iterate, balancer.address)
+    for epoch in range(3):
+        assert sorted(results[0][epoch] + results[1][epoch]) == list(range(2 * SAMPLES))
+
+
+FORKING = """
+import os, threading, time
+import trainer_client.balancing.asking
+import grpc
+from concurrent import futures
+
+class Echo(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.stream_stream_rpc_method_handler(lambda requests, context: requests)
+
+server = grpc.server(futures.ThreadPoolExecutor(4), handlers=[Echo()])
+channel = grpc.insecure_channel(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+server.start()
+
+def talk():
+    for _ in channel.stream_stream("/a/b")(iter(lambda: bytes(100), None)):
+        pass
+
+for _ in range(3):
+    threading.Thread(target=talk, daemon=True).start()
+time.sleep(0.5)
+for _ in range(40):
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print("forked", flush=True)
+os._exit(0)
+"""
+
+
+def test_grpc_takes_no_part_in_forks() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120, check=True)
+    assert "forked" in ran.stdout
+    assert "fork() handlers" not in ran.stderr, "gRPC's ran, which abort a child now and then"
+
+
+def _fork_after_a_stream_with_peers(rank: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batches = [{"id": torch.arange(3) + 10 * mesh["dp"].get_local_rank()}] * 2
+    with Balancer.embedded(process_group=mesh["dp"]) as balancer:
+        trained = [len(batch["id"]) for batch in BalancedLoader(batches, balancer, cost=lambda batch: batch["id"])]
+    child = multiprocessing.get_context("fork").Process(target=gc.collect)
+    child.start()
+    child.join(20)
+    child.kill()  # one that hangs would hold this process up
+    return trained, child.exitcode
+
+
+def test_a_child_leaves_alone_what_closed_streams_have_left() -> None:
+    for trained, exit_code in run_ranks(4, _fork_after_a_stream_with_peers):
+        assert len(trained) == 2
+        assert exit_code == 0

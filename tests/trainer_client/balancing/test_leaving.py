@@ -1,13 +1,17 @@
-"""Ranks that leave their loops anywhere, with a ledger of every sample."""
+"""Loops as they begin, and ranks that leave them anywhere, with a ledger of every sample."""
 
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
@@ -16,10 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, STEPS, balancer_of, cost_of, failing, logged, run_in_turn, source
+from tests.trainer_client.balancing.jobs import (
+    SPEC,
+    STEPS,
+    balancer_of,
+    cost_of,
+    failing,
+    run_in_turn,
+    source,
+)
 from tests.trainer_client.balancing.redistribution.pool import GlooRanks, group_of
 from trainer_client import BalancedLoader
-from trainer_client.balancing import ProgramOrderError
+from trainer_client.balancing import ProgramOrderError, kernels, stream
 
 MOST = 6  # batches of a loop
 BREAK, RAISE, SOURCE, COST, KEEP = range(5)
@@ -28,21 +40,14 @@ BREAK, RAISE, SOURCE, COST, KEEP = range(5)
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What each rank does in one loop.
+    """What each rank does in one loop."""
 
-    Attributes:
-        steps: Batches that it has.
-        leaves: After how many batches it leaves; more than it gets: never.
-        how: By which way.
-        inner: After which of its first batches another loader is iterated, by all ranks; and how far by each.
-        pauses: Milliseconds that a step takes.
-    """
-
-    steps: tuple[int, ...]
-    leaves: tuple[int, ...]
-    how: tuple[int, ...]
+    steps: tuple[int, ...]  # batches that it has
+    leaves: tuple[int, ...]  # after how many batches it leaves; more than it gets: never
+    how: tuple[int, ...]  # by which way
+    # after which of its first batches another loader is iterated, by all ranks; and how far by each
     inner: tuple[int, ...] | None
-    pauses: tuple[int, ...]
+    pauses: tuple[int, ...]  # milliseconds that a step takes
 
     @property
     def ranks_meet(self) -> bool:
@@ -179,28 +184,6 @@ def test_programs_that_leave_their_loops_anywhere(ranks: GlooRanks, balancer: Se
     check(program, ranks.call(run, arguments))
 
 
-def leave_and_fail(rank: int) -> list[str]:
-    """A loop that one rank leaves, and one whose data fails on another; what is said of them."""
-    said = logged("trainer_client.balancing", form="%(levelname)s %(message)s")
-    with balancer_of(None) as balancer:
-        for taken, _ in enumerate(BalancedLoader(source(rank, 0), balancer, cost=cost_of, spec=SPEC), 1):
-            if taken == 2 and rank == 1:
-                break
-        batches: Any = source(rank, 1)
-        data = failing(batches, 0) if rank == 0 else batches
-        try:
-            assert not list(BalancedLoader(data, balancer, cost=cost_of, spec=SPEC))
-        except OSError:
-            assert rank == 0
-    return [line for line in said if "has left its loop" in line]
-
-
-def test_one_rank_says_that_another_has_left_and_all_others_of_a_problem() -> None:
-    told = [line for said in run_ranks(3, leave_and_fail) for line in said]
-    assert [line.split("(")[1].split(")")[0] for line in told if "(" in line] == ["OSError: the disk is gone"] * 2
-    assert sum("rank 1 has left its loop after 2 batches" in line for line in told if "(" not in line) == 1
-
-
 def by_hand(rank: int, address: str | None, steps: tuple[int, ...]) -> list[list[list[int]]]:
     """The loop of the docs over uneven data: to its end, left by one rank, and to its end again."""
     ledger = []
@@ -295,62 +278,29 @@ def test_programs_that_cannot_be_reconciled_raise_the_same_error_on_all_ranks() 
 
 def long_steps(rank: int) -> tuple[int, float]:
     """Rank 0 leaves while rank 1 is busy for longer than a rank that leaves waits; both meet after their loops."""
+    stream.LEAVE_SECONDS = 0.1  # of this process
     with balancer_of(None) as balancer:
         taken = 0
         for _ in BalancedLoader(source(rank, 0), balancer, cost=cost_of, spec=SPEC):
             taken += 1
             if rank == 0:
                 break
-            time.sleep(1.5)
+            time.sleep(0.4)
         started = time.monotonic()
         dist.barrier()
         return taken, time.monotonic() - started
 
 
-def meet_in_the_model(rank: int, fails: str, options: dict[str, Any]) -> tuple[list[int], str]:
-    """Loops whose ranks meet in each step, as in backward; data or cost fail on one rank in the first."""
-    steps, said = [], ""
-
-    def cost(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if fails == "cost" and rank == 1 and not steps and len(trained) > 1:
-            raise OSError("the disk is gone")
-        return cost_of(batch)
-
-    with balancer_of(None, **options) as balancer:
-        for loop in range(2):
-            trained: list[int] = []
-            batches: Any = source(rank, loop, STEPS)
-            fail = fails == "source" and rank == 1 and loop == 0
-            data = failing(batches, STEPS - 2) if fail else batches
-            try:
-                for batch in BalancedLoader(data, balancer, cost=cost, spec=SPEC):
-                    met = torch.tensor([1, len(batch["id"])])
-                    dist.all_reduce(met)
-                    assert met[0] == 3
-                    trained += batch["id"].tolist()
-            except OSError as error:
-                said = str(error)
-            steps.append(len(trained))
-    return steps, said
-
-
-def test_loops_end_at_one_step_where_the_data_of_a_rank_fails() -> None:
-    options: tuple[dict[str, int], ...] = ({}, {"window": 3}, {"depth": 5})
-    ways = itertools.product(("source", "cost"), options)
-    for results in run_in_turn(3, *((meet_in_the_model, fails, each) for fails, each in ways)):
-        assert [said for _, said in results] == ["", "the disk is gone", ""]
-        first, second = (sum(steps[loop] for steps, _ in results) for loop in range(2))
-        assert 0 < first < second
-
-
 def test_a_rank_that_has_left_holds_nobody_up_from_where_it_waits() -> None:
-    (first, waited), (second, _) = run_ranks(2, long_steps)
+    read, ((first, waited), (second, _)) = run_in_turn(2, (after_the_end,), (long_steps,))
+    assert read == [({"embedded": 3, "end": 1, "before": 0}, ["False"])] * 2
     assert first == 1
     assert 1 < second < STEPS
-    assert waited > 0.5  # in the barrier, not in the loop
+    assert waited > 0.1  # in the barrier, not in the loop
 
 
 def after_the_end(rank: int) -> tuple[dict[str, int], list[str]]:
+    """Counters, which can be read before the first batch and after `close`."""
     balancer = balancer_of(None)
     loader = BalancedLoader(source(rank, 0, 3), balancer, cost=cost_of, spec=SPEC)
     empty = sum(loader.counters.rounds.values())
@@ -360,10 +310,6 @@ def after_the_end(rank: int) -> tuple[dict[str, int], list[str]]:
     return {str(mode): count for (mode, _), count in loader.counters.rounds.items()} | {"before": empty}, [
         str(loader.breaker_open)
     ]
-
-
-def test_counters_can_be_read_before_the_first_batch_and_after_close() -> None:
-    assert run_ranks(2, after_the_end) == [({"embedded": 3, "end": 1, "before": 0}, ["False"])] * 2
 
 
 def peers_leave(rank: int, address: str | None) -> list[list[list[int]]]:
@@ -392,3 +338,136 @@ def test_peers_that_leave_at_different_steps_get_the_same_batches(balancer: Serv
             for step in range(STEPS):
                 got = sorted(results[0][loop][step] + results[2][loop][step])
                 assert got == sorted(int(i) for dp in range(2) for i in source(dp, loop)[step]["id"])
+
+
+class Gone:
+    """A dataset that is not there."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise OSError("the disk is gone")
+
+
+def fail_at_once(rank: int, bad: Any, ranks_that_fail: tuple[int, ...]) -> tuple[dict[str, list[list[int]]], list[str]]:
+    """The very first batch of some ranks cannot be had; then all ranks train."""
+    ledger: dict[str, list[list[int]]] = {}
+    raised: list[str] = []
+    good: Any = source(rank, 0)
+
+    def trained(batches: Any, loop: str) -> None:
+        for batch in BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC, name=loop[0]):
+            ledger.setdefault(loop, []).append(batch["id"].tolist())
+
+    started = time.monotonic()
+    with balancer_of(None) as balancer:
+        for loop in ("a first", "b first"):
+            try:
+                trained(bad if rank in ranks_that_fail else good, loop)
+            except (OSError, ValueError) as error:
+                raised.append(str(error))
+        trained(good, "a again")
+    assert time.monotonic() - started < 40, "a rank was waited for"
+    return ledger, raised
+
+
+def test_a_first_batch_that_fails_ends_the_loops_of_all_ranks() -> None:
+    """A loader or a batch that cannot be read; of a source and a cost that fail tells `test_leaving`."""
+    ways = list(itertools.product((Gone(), [{"id": "no tensor", "count": 3}]), ((1,), (0, 1, 2))))
+    for (_, ranks_that_fail), results in zip(
+        ways, run_in_turn(3, *((fail_at_once, *way) for way in ways)), strict=True
+    ):
+        for rank, (ledger, raised) in enumerate(results):
+            assert len(raised) == (2 if rank in ranks_that_fail else 0)
+            assert {"a first", "b first"}.isdisjoint(ledger)
+        again = sorted(sample for ledger, _ in results for step in ledger["a again"] for sample in step)
+        assert again == sorted(int(one) for rank in range(3) for batch in source(rank, 0) for one in batch["id"])
+
+
+def submit_ahead_of_the_end(rank: int, address: str) -> list[tuple[str, int]]:
+    """Submissions that run ahead of their end, and then a loop whose first round has the number of one of them."""
+    batches = source(rank, 0, 3)
+    told: list[tuple[str, int]] = []
+    with balancer_of(address, depth=1) as balancer:
+        for _ in range(2):
+            waiting = []
+            for step in range(STEPS):
+                batch = batches[step] if step < len(batches) else None
+                waiting.append((batch, balancer.submit(batch, cost=cost_of, spec=SPEC)))
+                if step >= 3:
+                    first, ticket = waiting.pop(0)
+                    if balancer.redistribute(first, ticket, spec=SPEC) is None:
+                        break
+                    told.append((ticket.report.mode.value, len(first["id"]) if first else 0))
+        loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)
+        told += [(loader.report.mode.value, len(batch["id"])) for batch in loader]
+    return told
+
+
+def test_what_is_submitted_after_the_end_costs_the_next_loop_no_answer(balancer: ServiceProcess) -> None:
+    for told in run_ranks(2, submit_ahead_of_the_end, balancer.address):
+        assert [mode for mode, _ in told] == ["service"] * 9
+
+
+def by_hand_after_an_iterator(rank: int, address: str | None) -> Any:
+    """An iterator that has read everything and is kept, then a loop by hand over the same stream."""
+    batches = source(rank, 0, 3)
+    trained: list[list[int]] = []
+    with balancer_of(address, depth=5) as balancer:
+        kept = iter(BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC))
+        next(kept)
+        for batch in [*source(rank, 1, 3), None]:
+            ticket = balancer.submit(batch, cost=cost_of, spec=SPEC)
+            moved = balancer.redistribute(batch, ticket, spec=SPEC)
+            trained += [] if moved is None else [moved["id"].tolist()]
+        with pytest.raises(ProgramOrderError, match="a newer loop over 'train' has begun"):
+            next(kept)
+    return trained
+
+
+def test_a_loop_by_hand_ends_an_iterator_that_is_kept(balancer: ServiceProcess) -> None:
+    for results in run_in_turn(2, *((by_hand_after_an_iterator, address) for address in (None, balancer.address))):
+        for step in range(3):
+            found = sorted(sample for trained in results for sample in trained[step])
+            assert found == sorted(int(one) for rank in range(2) for one in source(rank, 1, 3)[step]["id"])
+
+
+class TooLongError(Exception):
+    """What a program raises from a signal."""
+
+
+def interrupted(rank: int, where: str) -> tuple[int, list[list[int]]]:
+    """Rank 0's loop is interrupted twice while its stream opens, for which the other rank or the compiler is waited."""
+
+    def ring(*_: object) -> None:
+        raise TooLongError
+
+    compiled = threading.Event()
+    if where == "compiling":
+        kernels._moves = lambda: SimpleNamespace(ready=False, wait=compiled.wait)  # type: ignore[assignment,return-value]
+    attempts, loops = 0, []
+    with balancer_of(None) as balancer:
+        loader = BalancedLoader(source(rank, 0), balancer, cost=cost_of, spec=SPEC)
+        if rank == 0:
+            signal.signal(signal.SIGALRM, ring)
+            for _ in range(2):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.4)
+                    next(iter(loader))
+                except TooLongError:
+                    attempts += 1
+        if where == "others":
+            dist.barrier()
+        compiled.set()
+        for _ in range(2 if rank == 0 else 4):
+            loops.append([sample for batch in loader for sample in batch["id"].tolist()])
+    return attempts, loops
+
+
+@pytest.mark.parametrize("where", ["others", "compiling"])
+def test_a_loop_that_is_interrupted_while_its_stream_opens_has_been_left(where: str) -> None:
+    """Else the loops that a rank begins after it would meet those that others began before theirs."""
+    (attempts, first), (_, second) = run_ranks(2, interrupted, where)
+    assert attempts == 2
+    assert second[:2] == [[], []]  # ended with rank 0's
+    second = second[2:]
+    everything = sorted(int(one) for rank in range(2) for batch in source(rank, 0) for one in batch["id"])
+    assert [sorted(one + other) for one, other in zip(first, second, strict=True)] == [everything] * 2

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evenkeel.partitioning.rounds import RankSamples, RoundOptions
+from evenkeel.partitioning.splits import WIDTH
 from evenkeel.partitioning.stages import plan_round, slice_round
 from trainer_client.balancing import directive
+from trainer_client.balancing.batches import BatchSpec, flatten
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, State
 from trainer_client.balancing.decide import Decision, Rules, decide
 from trainer_client.balancing.directive import Directive, pack_directives, read_directive
@@ -33,11 +36,14 @@ def samples_of_ranks(draw: st.DrawFn) -> list[RankSamples]:
         def numbers(count: int, most: int) -> list[int]:
             return draw(st.lists(st.integers(0, most), min_size=count, max_size=count))
 
+        width = fields_ if n or draw(st.booleans()) else 0  # a rank that never had a sample knows of no fields
+        parts = sorted(draw(st.sets(st.integers(0, n - 1)))) if n else []
         drawn.append(
             RankSamples(
+                divisible=np.array([[part] + [7.5] * (WIDTH - 1) for part in parts]) if parts else None,
                 costs=np.array(numbers(n, 2**40), dtype),
                 sizes=np.array(numbers(n, 2**40), np.int64),
-                lengths=np.array(numbers(n * fields_, 2**31), np.int64).reshape(n, fields_),
+                lengths=np.array(numbers(n * width, 2**31), np.int64).reshape(n, width),
                 batch_sizes=sizes,
                 memory=np.array(numbers(n, 2**40), np.float64) if with_memory else None,
                 users=np.array(numbers(n, 2**32 - 1), np.uint32) if with_users else None,
@@ -74,7 +80,17 @@ def test_contributions_are_read_as_they_were_written(samples: list[RankSamples],
     assert joined.costs.tolist() == [cost for one in samples for cost in one.costs.tolist()]
     assert joined.moving_sizes.tolist() == [size for one in samples for size in one.moving_sizes.tolist()]
     assert joined.batch_sizes.tolist() == [list(one.batch_sizes) for one in samples]
-    if joined.lengths.size:
+    floats = any(len(one) and one.costs.dtype.kind == "f" for one in samples)
+    assert joined.costs.dtype.kind == ("f" if floats else "i")
+    firsts = np.cumsum([0, *map(len, samples)])
+    parts = [
+        first + one.divisible[:, 0] for first, one in zip(firsts, samples, strict=False) if one.divisible is not None
+    ]
+    assert (joined.divisible is not None) == bool(parts)
+    if joined.divisible is not None:
+        assert joined.divisible[:, 0].tolist() == np.concatenate(parts).tolist()
+        assert (joined.divisible[:, 1:] == 7.5).all()
+    if any(map(len, samples)):
         assert joined.lengths.tolist() == [row for one in samples for row in one.lengths.tolist()]
     users = None if samples[0].users is None else [one for each in samples for one in each.users.tolist()]  # type: ignore[union-attr]
     assert (None if joined.users is None else joined.users.tolist()) == users
@@ -89,11 +105,17 @@ def test_contributions_are_read_as_they_were_written(samples: list[RankSamples],
         assert all(getattr(extras, each.name) == getattr(one.extras, each.name) for each in fields(Extras))
 
 
-@given(samples_of_ranks(), st.booleans(), st.booleans())
-def test_directives_are_read_as_they_were_written(samples: list[RankSamples], spread: bool, last: bool) -> None:
+@given(samples_of_ranks(), st.booleans(), st.booleans(), st.none() | st.integers(0, 99))
+def test_directives_are_read_as_they_were_written(
+    samples: list[RankSamples], spread: bool, last: bool, regrouped: int | None
+) -> None:
+    samples = [replace(one, divisible=None) for one in samples]
     gathered = Contributions.of([Contribution(samples=one, schema=1) for one in samples]).samples()
     options = RoundOptions(move_price=0.0, counts="free")
     plan = plan_round(gathered, options.spreading() if spread else options)
+    if regrouped is not None:  # samples of a window change their batch
+        draw = np.random.default_rng(regrouped)
+        plan = replace(plan, steps=draw.integers(0, gathered.num_batches, len(gathered.costs)).astype(np.int32))
     slices = slice_round(plan, gathered)
     decision = Decision(mode=Mode.EMBEDDED, reason=Reason.NO_SERVICE, last=last)
     alike = directive.Extras(decision=decision, world_size=len(samples), figures=plan.batches, wait_seconds=0.5)
@@ -101,6 +123,11 @@ def test_directives_are_read_as_they_were_written(samples: list[RankSamples], sp
     for rank, own in enumerate(samples):
         read = read_directive(table[rank], number=5, rank=rank, samples=own)
         assert read.decision == decision
+        assert read.batches == tuple(range(len(plan.batches)))
+        assert read.moves == any(figures.moved_samples > 0 for figures in plan.batches)
+        begin, end = slices.home_begin[rank : rank + 2]
+        steps = None if slices.steps is None else slices.steps[begin:end].tolist()
+        assert (None if read.plan.steps is None else read.plan.steps.tolist()) == steps
         for batch, (one, wanted) in enumerate(zip(read.plan.slices, slices.batches_of(rank), strict=True)):
             for name in ("destinations", "sources", "source_counts", "source_totals"):
                 assert getattr(one, name).tolist() == getattr(wanted, name).tolist(), name
@@ -110,6 +137,18 @@ def test_directives_are_read_as_they_were_written(samples: list[RankSamples], sp
             assert report.own_samples == wanted.source_counts.sum()
             assert (report.round, report.batch, report.wait_seconds) == (5, batch, 0.5)
         assert read.plan.figures == plan.batches
+    home = Decision(mode=Mode.IDENTITY, batches=(0,))
+    stays = directive.Extras(decision=home, world_size=len(samples), figures=plan.batches)
+    table = pack_directives(stays, home_loads=plan.loads_before, loads=plan.loads_before)
+    template = flatten({"n": torch.ones(1).long(), "v": torch.ones(1)}, BatchSpec(rows_per_sample={"v": "n"})).empty()
+    for rank, own in enumerate(samples):
+        read = read_directive(table[rank], number=0, rank=rank, samples=own, template=template)
+        assert read.batches == (0,)
+        assert all((one.destinations == rank).all() for one in read.plan.slices)
+        assert [one.own_samples for one in read.reports] == list(own.batch_sizes)
+        assert all(one.home_load == one.own_load for one in read.reports)
+        if not len(own):
+            assert {one.source_totals.shape[1] for one in read.plan.slices} == {1}
 
 
 def test_a_directive_without_a_plan_leaves_every_sample_at_home() -> None:
@@ -126,47 +165,108 @@ def one(state: State = State.DATA, count: int = 1, **more: Any) -> Contribution:
     samples = RankSamples(
         costs=np.full(count, 7), lengths=np.full((count, 1), 3), sizes=np.full(count, 3), batch_sizes=(count,)
     )
-    return Contribution(state=state, samples=samples, **{"schema": 1, **more})
+    return Contribution(**{"state": state, "samples": samples, "schema": 1, **more})
 
 
 NOTHING_LEFT = Contribution(state=State.EXHAUSTED)
 
 
-def test_a_pass_ends_with_all_data_or_with_the_first_rank_that_leaves() -> None:
-    rules = Rules(name="train")
-    for ranks, ends in (
-        ([one(), NOTHING_LEFT], False), ([NOTHING_LEFT] * 2, True), ([NOTHING_LEFT, one(count=0)], False),
-        ([one(), one(State.LEFT, 0)], True),
-    ):  # fmt: skip
-        assert decide(Contributions.of(ranks), rules).ends is ends
-    left = Contribution(state=State.LEFT, taken=4, extras=Extras(problem="OSError: gone"))
-    decision = decide(Contributions.of([one(), left]), rules)
-    assert (decision.reason, decision.ranks, decision.taken, decision.problem) == (
-        Reason.LEFT, (1,), 4, "OSError: gone"
-    )  # fmt: skip
-    disorder = Contribution(state=State.LEFT, out_of_order=True)
-    assert "rank 1 redistributes a batch out of turn" in str(decide(Contributions.of([one(), disorder]), rules).error)
+def test_nothing_is_said_by_default() -> None:
+    assert read_directive(pack_directives(directive.Extras())[0], number=0, rank=0, samples=one(count=0).samples).ended
+    header = Contributions.of([Contribution()]).headers[0]
+    assert [name for name in header.dtype.names if np.any(header[name])] == ["size"]
 
 
-def test_schemas_that_differ_are_told_by_ranks_beside_one_without_samples() -> None:
-    lines = {1: ("id: int64",), 2: ("id: int32",)}
-    rules = Rules(name="train", schema_lines=lambda number: lines[number])
-    error = decide(Contributions.of([one(), NOTHING_LEFT, one(schema=2)]), rules).error
-    assert "rank 0 has id: int64; rank 2 has id: int32" in str(error)
+def with_peers(rows: list[list[Contribution]]) -> Contributions:
+    """Of ranks and their peers, who send headers alone."""
+    packed = [each.pack(arrays=not peer) for row in rows for peer, each in enumerate(row)]
+    table = np.zeros((len(packed), max(map(len, packed))), np.uint8)
+    for row, of_one in zip(table, packed, strict=True):
+        row[: len(of_one)] = of_one
+    return Contributions(table, len(rows[0]))
 
 
-@pytest.mark.parametrize(
-    ("what", "words"), [("state", "has another batch"), ("count", "has 2 samples"), ("copy", "has other samples")]
-)
-def test_peers_that_hold_other_batches_are_named(what: str, words: str) -> None:
-    other = {"state": one(State.NOTHING, copy=1), "count": one(count=2, copy=1), "copy": one(copy=2)}[what]
-    rows = [one(copy=1).pack(), one(copy=1).pack(arrays=False), one(copy=1).pack(), other.pack(arrays=False)]
-    table = np.zeros((4, max(map(len, rows))), np.uint8)
-    for row, packed in zip(table, rows, strict=True):
-        row[: len(packed)] = packed
-    error = decide(Contributions(table, 2), Rules(name="train", peers=np.array([[0, 1], [2, 3]]))).error
-    assert words in str(error)
-    assert "rank 3" in str(error)
+ONES = st.fixed_dictionaries(
+    {
+        "state": st.sampled_from((State.DATA, State.DATA, State.EXHAUSTED, State.LEFT)), "count": st.integers(0, 2),
+        "invalid": st.booleans(), "taken": st.integers(0, 9), "out_of_order": st.booleans(),
+        "extras": st.builds(Extras, problem=st.sampled_from(("", "why"))),
+    }
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(ONES, ONES), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_a_rank_that_left_ends_the_pass_and_wrong_costs_leave_samples_at_home(
+    drawn: list[tuple[dict[str, Any], dict[str, Any]]], peers: bool, balance: bool
+) -> None:
+    """Peers hold what their rank holds, unless they have left."""
+    pairs = [(own, peer if peers and peer["state"] is State.LEFT else own)[: 1 + peers] for own, peer in drawn]
+    decision = decide(with_peers([[one(**each) for each in pair] for pair in pairs]), Rules(name="", balance=balance))
+    left = [rank for rank, pair in enumerate(pairs) if any(each["state"] is State.LEFT for each in pair)]
+    wrong = tuple(rank for rank, (own, *_) in enumerate(pairs) if own["invalid"])
+    if left:
+        first = next(each for each in pairs[left[0]] if each["state"] is State.LEFT)
+        problem = first["extras"].problem if first is pairs[left[0]][0] else ""
+        wanted = Decision(
+            mode=Mode.END, reason=Reason.LEFT, ranks=tuple(left), taken=first["taken"], problem=problem
+        )  # fmt: skip
+        disordered = [
+            rank for rank in left
+            if any(each["state"] is State.LEFT and each["out_of_order"] for each in pairs[rank])
+        ]  # fmt: skip
+        told = f"rank {disordered[0]} redistributes a batch out of turn" if disordered else "None"
+        assert str(decision.error).startswith(told)
+    elif all(own["state"] is State.EXHAUSTED for own, *_ in pairs) and not any(own["count"] for own, *_ in pairs):
+        wanted = Decision(mode=Mode.END)
+    elif not balance:
+        wanted = Decision(mode=Mode.IDENTITY, reason=Reason.NO_SERVICE)
+    elif wrong:
+        problem = pairs[wrong[0]][0]["extras"].problem
+        wanted = Decision(mode=Mode.IDENTITY, reason=Reason.INVALID_COSTS, ranks=wrong, problem=problem)
+    else:
+        wanted = Decision(mode=Mode.EMBEDDED)
+    assert decision == wanted
+
+
+def sharing(digest: int, *values: tuple[str, str]) -> Contribution:
+    return one(shared=digest, extras=Extras(shared=values))
+
+
+def naming_users(count: int = 1) -> Contribution:
+    samples = one(count=count).samples
+    return one(count=count, samples=replace(samples, users=np.zeros(count, np.uint32)))
+
+
+LINES = {1: ("id: int64",), 2: ("id: int32",)}
+OTHER_FIELDS = flatten({"x": torch.zeros(1)}).empty()
+COPIED = [one(copy=1)] * 2
+ERRORS: list[tuple[list[list[Contribution]], str]] = [
+    ([[one()], [NOTHING_LEFT], [one(schema=2)]], "rank 0 has id: int64; rank 2 has id: int32"),
+    ([[one()], [one(schema=3, extras=Extras(template=OTHER_FIELDS))]], "rank 0 has id: int64; rank 1 has no id"),
+    ([[sharing(7, ("t", "1"))], [sharing(0)], [sharing(8, ("t", "2"))]], "'t' is 1 on rank 0, 2 on rank 2"),
+    ([[sharing(7, ("t", "1"))], [sharing(8)]], "'t' is 1 on rank 0, None on rank 1"),
+    ([[sharing(7)], [sharing(8, ("t", "2"))]], "shared values differ between ranks; give loaders"),
+    ([[one()], [naming_users(0)], [naming_users()]], "users is given on rank 2 and not on rank 0"),
+    ([COPIED, [one(copy=1), one(State.NOTHING, copy=1)]], "rank 3 has another batch where rank 2 has none"),
+    ([COPIED, [one(copy=1), one(State.EXHAUSTED, 0, copy=1)]], "rank 3 has no batch where rank 2 has one"),
+    ([COPIED, [one(copy=1), one(count=2, copy=1)]], "rank 3 has 2 samples where rank 2 has 1"),
+    ([COPIED, [one(copy=1), one(schema=2, copy=1)]], "rank 3 has batches of other fields or dtypes than rank 2"),
+    ([COPIED, [one(copy=1), one(copy=2)]], "in round 5 rank 3 has other samples than rank 2"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "words"), ERRORS)
+def test_ranks_that_do_not_fit_are_the_error_of_all(ranks: list[list[Contribution]], words: str) -> None:
+    peers = np.array([[0, 1], [2, 3]])[: len(ranks)] if len(ranks[0]) == 2 else None
+    decision = decide(with_peers(ranks), Rules(name="train", peers=peers, schema_lines=LINES.__getitem__), 5)
+    assert decision.mode is Mode.END
+    assert words in str(decision.error)
+
+
+def test_what_is_no_mistake_is_none() -> None:
+    fine = [[one(shared=7), one(count=0, shared=8, schema=2), NOTHING_LEFT], [naming_users(), NOTHING_LEFT], COPIED]
+    for ranks in fine:
+        assert decide(Contributions.of(ranks), Rules(name="train")) == Decision(mode=Mode.EMBEDDED)
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=4), st.integers(0, 3), st.booleans())

@@ -54,13 +54,13 @@ def ids_of(step: int, sizes: tuple[int, int] = (6, 6)) -> list[int]:
 def lose_the_service(rank: int, address: str) -> Any:
     """The lead's way to the service ends in the middle and comes back later."""
     mesh = mesh_of(2, 2)
-    options = BalanceOptions(timeout=timedelta(seconds=2))
+    options = BalanceOptions(timeout=timedelta(seconds=1))
     with TcpProxy(int(address.rpartition(":")[2])) as proxy:
 
         def batches() -> Iterator[Any]:
             for step in range(STEPS):
                 proxy.swallow = 6 <= step < 10
-                time.sleep(0.1 if step >= 10 else 0)  # time to come back
+                time.sleep(0.05 if step >= 10 else 0)  # time to come back
                 yield make_batch(mesh["dp"].get_local_rank(), step, 6)
 
         with connect(proxy.address, job="loss", process_group=mesh["dp"], options=options) as balancer:

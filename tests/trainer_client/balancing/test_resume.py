@@ -118,10 +118,9 @@ def options(**changes: Any) -> BalanceOptions:
     return BalanceOptions(**{"timeout": timedelta(seconds=20), **changes})
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_what_comes_after_any_batch_is_what_would_have_come(window: int) -> None:
-    job = Job(steps=(5, 3, 7), options=options(window=window))
-    run_in_turn(3, *((stop_everywhere, job, way) for way in LOADERS))
+def test_what_comes_after_any_batch_is_what_would_have_come() -> None:
+    jobs = [Job(steps=(5, 3, 7), options=options(window=window)) for window in (1, 3)]
+    run_in_turn(3, *((stop_everywhere, job, way) for job in jobs for way in LOADERS))
 
 
 def test_it_is_the_same_with_a_service(balancer: ServiceProcess) -> None:
@@ -223,12 +222,6 @@ def refused(rank: int, job: Job, fault: str) -> str:
     return "trained"
 
 
-@pytest.fixture(scope="module")
-def refusals() -> dict[tuple[str, int], list[str]]:
-    jobs = [(refused, Job(steps=(6, 6), options=options(window=window)), fault) for fault, window, _ in FAULTS]
-    return {(fault, window): told for (fault, window, _), told in zip(FAULTS, run_in_turn(2, *jobs), strict=True)}
-
-
 FAULTS = [
     ("older", 1, "rank 0: 4 batches trained in this epoch.*rank 1: 3 batches trained"),
     ("newer", 3, "rank 0: 4 batches trained in this epoch.*rank 1: 5 batches trained"),
@@ -242,11 +235,11 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "window", "words"), FAULTS)
-def test_all_ranks_hear_of_states_that_do_not_fit(refusals: Any, fault: str, window: int, words: str) -> None:
-    told = refusals[fault, window]
-    assert told[0] == told[1]
-    assert re.search(words, told[0]), told[0]
+def test_all_ranks_hear_of_states_that_do_not_fit() -> None:
+    jobs = [(refused, Job(steps=(6, 6), options=options(window=window)), fault) for fault, window, _ in FAULTS]
+    for (fault, window, words), told in zip(FAULTS, run_in_turn(2, *jobs), strict=True):
+        assert told[0] == told[1]
+        assert re.search(words, told[0]), (fault, window, told[0])
 
 
 def alone(window: int = 1, **changes: Any) -> BalancedLoader[Any]:
@@ -369,16 +362,18 @@ def go_on(
         return steps, loader.state_dict()
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_another_number_of_ranks_trains_each_sample_once(window: int) -> None:
-    states: dict[int, list[dict[str, Any]] | None] = {0: None, 2: None}  # by workers of the DataLoader
-    trained: dict[int, list[int]] = {0: [], 2: []}
-    for world_size, stop in ((3, 2), (1, 3), (4, 1), (2, 100)) if window == 1 else ((3, 4), (1, 4), (2, 100)):
-        by_job = run_in_turn(world_size, *((go_on, window, stop, states[workers], workers) for workers in states))
-        for workers, results in zip(trained, by_job, strict=True):
-            trained[workers] += [sample for steps, _ in results for step in steps for sample in step]
-            states[workers] = [results[-1][1]]  # between two windows that of any rank will do
-    assert sorted(trained[0]) == sorted(trained[2]) == list(range(101))
+def test_another_number_of_ranks_trains_each_sample_once() -> None:
+    """Also between two windows, and with workers, whose DataLoader reads ahead."""
+    ways = [(window, workers) for window in (1, 4) for workers in (0, 2)]
+    states: dict[Any, list[dict[str, Any]] | None] = dict.fromkeys(ways)
+    trained: dict[Any, list[int]] = {way: [] for way in ways}
+    for world_size, batches in ((3, (2, 4)), (1, (3, 4)), (4, (100, 100))):
+        stops = dict(zip((1, 4), batches, strict=True))
+        jobs = [(go_on, window, stops[window], states[window, workers], workers) for window, workers in ways]
+        for way, results in zip(ways, run_in_turn(world_size, *jobs), strict=True):
+            trained[way] += [sample for steps, _ in results for step in steps for sample in step]
+            states[way] = [results[-1][1]]  # between two windows that of any rank will do
+    assert all(sorted(samples) == list(range(101)) for samples in trained.values())
 
 
 class Dealt(Stateful):
@@ -405,30 +400,23 @@ def test_states_that_were_dealt_out_are_dealt_out_again_where_nothing_was_read_s
     assert ids == [batch["id"].tolist() for batch in list(job.batches(0))[3:]]
 
 
-@pytest.mark.parametrize("world_sizes", [(2, 1), (1, 2), (2, 3)])
-def test_within_a_window_another_number_of_ranks_is_refused_or_trains_it_again(world_sizes: tuple[int, int]) -> None:
-    before, after = world_sizes
-    results = run_ranks(before, go_on, 4, 6, None)
-    repeated = run_ranks(after, repeat, results[0][1])
-    for refused, steps in repeated:
-        assert f"state['world_size'] is {before}, and this job has {after}; the state was taken within a" in refused
-        assert "repeat_window=True" in refused
-        whole = sorted(sample for rank_steps, _ in results for step in rank_steps[:4] for sample in step)
-        assert len(whole) == 44
-        assert not {sample for step in steps for sample in step} & set(whole)
-    again = [sample for _, steps in repeated for step in steps for sample in step]
-    assert sorted(whole + again) == list(range(101))
-
-
-def repeat(rank: int, state: dict[str, Any]) -> tuple[str, list[list[int]]]:
-    """What loading the state says, and what is trained when its window is repeated."""
-    del rank
+def repeat(_: int, state: dict[str, Any]) -> list[list[int]]:
+    """What is trained when the window of a state is repeated, which must be asked for."""
     with Balancer.embedded(options=options(window=4)) as balancer:
         sampler = GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
         data = DataLoader(Numbers(), batch_sampler=sampler, collate_fn=gather)
         loader = BalancedLoader(data, balancer, cost=cost_of, spec=SPEC)
-        with pytest.raises(ResumeError) as refused:
+        with pytest.raises(ResumeError, match=r"this job has \d; the state was taken within a .*repeat_window=True"):
             loader.load_state_dict(state)
         loader.load_state_dict(state, repeat_window=True)
         loader.set_epoch(3)
-        return str(refused.value), [batch["id"].tolist() for batch in loader]
+        return [batch["id"].tolist() for batch in loader]
+
+
+def test_within_a_window_another_number_of_ranks_is_refused_or_trains_it_again() -> None:
+    results = run_ranks(2, go_on, 4, 6, None)
+    whole = sorted(sample for rank_steps, _ in results for step in rank_steps[:4] for sample in step)
+    assert len(whole) == 44
+    for world_size in (1, 3):
+        again = [s for steps in run_ranks(world_size, repeat, results[0][1]) for step in steps for s in step]
+        assert sorted(whole + again) == list(range(101))

@@ -1,8 +1,11 @@
-"""Rounds that are not like the others: of other shapes or fields, with few samples or none, or that nobody can plan."""
+"""Rounds that are not like the others: of other shapes or fields, in windows, with few samples, or unplanned."""
 
 from __future__ import annotations
 
 import re
+import threading
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,20 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import balancer_of, check_served, logged, run_in_turn
+from evenkeel.partitioning.compile import Preparation
+from tests.trainer_client.balancing.jobs import (
+    SPEC,
+    Job,
+    balancer_of,
+    check_served,
+    cost_of,
+    logged,
+    make_batch,
+    run_in_turn,
+    run_job,
+)
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, RoundReport
+from trainer_client.balancing import kernels
 
 
 def padded(rank: int, step: int, size: int) -> dict[str, torch.Tensor]:
@@ -84,14 +99,22 @@ def other_fields_under_one_name(rank: int, name: str) -> list[Any]:
     return results
 
 
-def test_other_fields_under_one_name_are_refused_with_a_hint_at_names() -> None:
-    one_name, two_names = run_in_turn(2, *((other_fields_under_one_name, name) for name in ("train", "eval")))
-    for first, error, again in one_name:
+def test_other_fields_under_one_name_are_refused_with_a_hint_at_names(of_two: dict[str, list[Any]]) -> None:
+    for first, error, again in of_two["one name"]:
         assert first == again == 4
         assert "'train' began with batches of other fields" in error
         assert "this one has values: int64[], jagged by count" in error
         assert "different names (BalancedLoader(name=…))" in error
-    assert two_names == [[4, 3, 4]] * 2
+    assert of_two["two names"] == [[4, 3, 4]] * 2
+
+
+@pytest.fixture(scope="module")
+def of_two() -> dict[str, list[Any]]:
+    jobs: dict[str, tuple[Any, ...]] = {
+        "one name": (other_fields_under_one_name, "train"), "two names": (other_fields_under_one_name, "eval"),
+        "ends": (ends,), "weights": (weights,), "dropped": (_many_dropped_in_a_row,),
+    }  # fmt: skip
+    return dict(zip(jobs, run_in_turn(2, *jobs.values()), strict=True))
 
 
 LOADED = ((5, 3, 2, 0, 1, 4), (5, 1, 1, 2, 0), (6, 2, 0, 0, 1))
@@ -180,8 +203,8 @@ def ends(rank: int) -> tuple[list[int], int]:
         return [len(batch["id"]) for batch in loader], loader.counters.dropped_samples
 
 
-def test_drop_last_ends_the_loops_of_all_ranks_where_one_rank_s_data_has_ended() -> None:
-    assert run_ranks(2, ends) == [([2, 2], 2), ([2, 2], 0)]
+def test_drop_last_ends_the_loops_of_all_ranks_where_one_rank_s_data_has_ended(of_two: dict[str, list[Any]]) -> None:
+    assert of_two["ends"] == [([2, 2], 2), ([2, 2], 0)]
 
 
 def weights(rank: int) -> tuple[list[float], list[str]]:
@@ -192,23 +215,13 @@ def weights(rank: int) -> tuple[list[float], list[str]]:
         return [each.mean_loss_scale for each in (loader, empty) for _ in each], said
 
 
-def test_a_mean_over_no_samples_is_warned_of_once() -> None:
-    (first, said), (second, warned) = run_ranks(2, weights)
+def test_a_mean_over_no_samples_is_warned_of_once(of_two: dict[str, list[Any]]) -> None:
+    (first, said), (second, warned) = of_two["weights"]
     assert first == [2 * 4 / 6] * 2 + [2.0] * 2
     assert second == [2 * 2 / 6] * 2 + [0.0] * 2
     assert not said
     assert len(warned) == 1
     assert "a mean over none is NaN" in warned[0]
-
-
-def one_rank(rank: int) -> list[int]:
-    batches = [{"id": torch.arange(size)} for size in (4, 2, 4, 1)]
-    with balancer_of(None, "one", min_samples=3) as balancer:
-        return [len(batch["id"]) for batch in BalancedLoader(batches, balancer, cost=lambda b: b["id"], drop_last=True)]
-
-
-def test_drop_last_on_one_rank() -> None:
-    assert one_rank(0) == [4, 4]
 
 
 def _many_dropped_in_a_row(rank: int) -> list[list[int]]:
@@ -222,56 +235,24 @@ def _many_dropped_in_a_row(rank: int) -> list[list[int]]:
     return trained
 
 
-def test_a_loop_goes_on_after_more_dropped_batches_than_are_in_flight() -> None:
+def test_a_loop_goes_on_after_more_dropped_batches_than_are_in_flight(of_two: dict[str, list[Any]]) -> None:
     expected = [0, 1, 10, 11, 500, 501, 502, 510, 511, 512, 700, 710]
-    for one, other in zip(*run_ranks(2, _many_dropped_in_a_row), strict=True):
+    for one, other in zip(*of_two["dropped"], strict=True):
         assert sorted(one + other) == expected
 
 
-NEAR = ([1000, 4, 1], [1000, 2, 1])  # 1005 and 1003: within 0.1 % of an even 1004
-
-
-def nearly_even(rank: int, address: str | None, tolerance: float) -> list[int]:
-    batch = {"id": torch.arange(3) + 10 * rank, "cost": torch.tensor(NEAR[rank])}
-    with balancer_of(address, f"near-{tolerance}", tolerance=tolerance, move_price=0.0, counts="free") as balancer:
-        loader = BalancedLoader([batch], balancer, cost=lambda batch: batch["cost"])
-        (trained,) = list(loader)
-        check_served(loader, address)
-    ids: list[int] = trained["id"].tolist()
-    return ids
-
-
-def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(balancer: ServiceProcess) -> None:
-    addresses = (None, balancer.address)
-    *near, exact, served = run_in_turn(
-        2, *((nearly_even, to, tolerance) for tolerance in (1e-3, 0) for to in addresses)
-    )
-    assert near == [[[0, 1, 2], [10, 11, 12]]] * 2
-    costs = {10 * rank + index: cost for rank, each in enumerate(NEAR) for index, cost in enumerate(each)}
-    assert {sum(costs[sample] for sample in ids) for ids in exact + served} == {1004}
-
-
-def unplanned(rank: int, batches: int, invalid: int = -1) -> tuple[list[str], list[RoundReport]]:
+def unplanned(rank: int) -> tuple[list[str], list[RoundReport]]:
     said = logged()
-    data = [{"tokens": torch.tensor([5, 9, 2])} for _ in range(batches)]
-    with balancer_of(None, "unplanned", memory_caps=[1, 1] if invalid < 0 else None) as balancer:
-        loader = BalancedLoader(data, balancer, cost=lambda batch: batch["tokens"] * (-1 if rank == invalid else 1))
+    data = [{"tokens": torch.tensor([5, 9, 2])} for _ in range(9)]
+    with balancer_of(None, "unplanned") as balancer:
+        loader = BalancedLoader(data, balancer, cost=lambda batch: batch["tokens"] * (-1 if rank == 1 else 1))
         reports = [loader.report for _ in loader]
     assert {report.mode.value for report in reports} == {"identity"}
     return said, reports
 
 
-def test_one_rank_tells_of_fewer_and_fewer_of_them() -> None:
-    (said, stayed), (nothing, too) = run_ranks(2, unplanned, 9)
-    assert len(stayed) == len(too) == 9
-    assert [(report.imbalance, report.home_load) for report in stayed] == [(1.0, 16.0)] * 9
-    assert nothing == []
-    counts = [re.search(r"stays unbalanced \((\d+) so far\): .*raise memory_caps", line) for line in said]
-    assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]
-
-
 def test_costs_that_cannot_be_used_are_told_by_their_rank_and_the_first_again_and_again() -> None:
-    results = run_ranks(3, unplanned, 9, 1)
+    results = run_ranks(3, unplanned)
     for rank, (_, reports) in enumerate(results):
         for report in reports:
             np.testing.assert_equal(report.home_load, np.nan if rank == 1 else 16.0)
@@ -282,3 +263,183 @@ def test_costs_that_cannot_be_used_are_told_by_their_rank_and_the_first_again_an
     why = r"the costs of rank\(s\) 1 cannot be used: .*must be finite and at least 0"
     counts = [re.search(rf"stays unbalanced \((\d+) so far\): .*{why}", line) for line in first]
     assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]
+
+
+WINDOW = 3
+
+
+def options(**changes: Any) -> BalanceOptions:
+    return BalanceOptions(**{"timeout": timedelta(seconds=10), "window": WINDOW, **changes})
+
+
+Records = list[list[dict[str, Any]]]
+"""By rank and step."""
+
+
+def check(job: Job, results: Records) -> None:
+    """Checks that every sample of a window was trained once in it, in batches of the sizes loaded."""
+    assert {len(records) for records in results} == {max(job.steps)}
+    for first in range(0, max(job.steps), WINDOW):
+        last = min(first + WINDOW, max(job.steps))
+        trained, expected = [], []
+        for step in range(first, last):
+            records = [result[step] for result in results]
+            ids = [sample for record in records for sample in record["ids"]]
+            trained += ids
+            expected += job.expected(step)
+            assert len(ids) == len(job.expected(step))
+            assert {(record["mode"], record["reason"], record["samples"]) for record in records} == {
+                (records[0]["mode"], records[0]["reason"], len(ids))
+            }
+            for record in records:
+                assert record["load"] == record["own_load"]
+                assert record["loss_scale"] == (len(job.steps) / len(ids) if ids else 0.0)
+                assert record["round"] == first // WINDOW
+        assert sorted(trained) == sorted(expected)
+
+
+def windows_total(results: Records) -> float:
+    """Sum over the steps of the largest load: what the job's time is proportional to."""
+    return sum(max(record["load"] for record in step) for step in zip(*results, strict=True))
+
+
+def test_samples_meet_within_their_window_only(balancer: ServiceProcess) -> None:
+    job = Job(steps=(7, 7, 7), batch_size=3, address=balancer.address, name="window-service", options=options())
+    without = replace(job, address=None, options=options(window=1))
+    served, embedded, alone = run_in_turn(3, *((run_job, each) for each in (job, replace(job, address=None), without)))
+    check(job, served)
+    check(job, embedded)
+    assert {record["mode"] for record in served[0]} == {"service"}
+    assert {record["mode"] for record in embedded[0]} == {"embedded"}
+    for rank in range(3):
+        assert [record["ids"] for record in served[rank]] == [record["ids"] for record in embedded[rank]]
+        assert [record["imbalance"] for record in served[rank]] == [record["imbalance"] for record in embedded[rank]]
+    assert windows_total(served) < 0.9 * windows_total(alone)  # small batches of data with heavy tails
+    steps = [record["ids"] for record in served[0]]
+    assert any(sample // 1000 % 1000 != index for index, ids in enumerate(steps) for sample in ids)
+
+
+def _costs_fail_in_one_batch(rank: int) -> list[tuple[str, str, list[int]]]:
+    def cost(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["id"] * (-1 if rank == 1 and int(batch["id"][0]) % 1_000_000 == 4000 else 1)
+
+    batches = [{"id": torch.arange(4) + 1000 * step + 1_000_000 * rank} for step in range(6)]
+    with Balancer.embedded(options=options()) as balancer:
+        loader = BalancedLoader(batches, balancer, cost=cost)
+        return [(loader.report.mode.value, loader.report.reason.value, batch["id"].tolist()) for batch in loader]
+
+
+def test_invalid_costs_of_one_batch_leave_its_whole_window_at_home() -> None:
+    results = run_ranks(2, _costs_fail_in_one_batch)
+    for rank, steps in enumerate(results):
+        assert [mode for mode, _, _ in steps] == ["embedded"] * 3 + ["identity"] * 3
+        assert [ids[0] for _, _, ids in steps[3:]] == [3000 + 1_000_000 * rank + 1000 * i for i in range(3)]
+        assert steps[4][1] == "invalid_costs"
+
+
+def _submits_by_hand(rank: int) -> list[list[int]]:
+    batches = [make_batch(rank, step, 6) for step in range(4)]
+    trained = []
+    with Balancer.embedded(options=options(window=4)) as balancer:
+        stream = balancer.stream()
+        ticket = stream.submit_window(batches, cost=lambda batch: batch["count"], spec=SPEC)
+        outcome = stream.directive(ticket)
+        for index in range(len(outcome.reports)):
+            moved = stream.start(ticket, outcome, batch=index).wait().unflatten()
+            trained.append(moved["id"].tolist())
+        moved = balancer.redistribute(
+            batches[0], balancer.submit(batches[0], cost=lambda batch: batch["count"], spec=SPEC), spec=SPEC
+        )
+        trained.append(moved["id"].tolist())  # a window that holds one batch only
+        with pytest.raises(ValueError, match="5 batches for a window of 4"):
+            stream.submit_window([*batches, batches[0]], cost=lambda batch: batch["count"], spec=SPEC)
+    return trained
+
+
+def test_a_loop_of_its_own_submits_windows() -> None:
+    results = run_ranks(2, _submits_by_hand)
+    trained = sorted(sample for steps in results for ids in steps[:4] for sample in ids)
+    assert trained == sorted(
+        int(sample) for rank in range(2) for step in range(4) for sample in make_batch(rank, step, 6)["id"]
+    )
+    last = sorted(sample for steps in results for sample in steps[4])
+    assert last == sorted(int(sample) for rank in range(2) for sample in make_batch(rank, 0, 6)["id"])
+
+
+STEPS = 8
+
+
+class _Late(Preparation):
+    """Kernels that are compiled when the test says so."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    def finish(self) -> None:
+        self._done.set()
+
+
+def _run(rank: int, late: int, caps: list[float] | None) -> tuple[list[tuple[str, str, int]], list[str]]:
+    """Trains while rank `late` compiles until its fourth step; each step's outcome, and what was logged."""
+    told = logged()
+    preparation = _Late()
+    if rank != late:
+        preparation.finish()
+    elif caps is not None:
+        threading.Timer(1.0, preparation.finish).start()
+    kernels._preparation = lambda: preparation  # type: ignore[assignment]
+    job = Job(steps=(STEPS, STEPS), options=BalanceOptions(memory_caps=caps))
+    records: list[tuple[str, str, int]] = []
+    with job.balancer() as balancer:
+        batches = [make_batch(rank, k, 8) for k in range(STEPS)]
+        loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)
+        for batch in loader:
+            records.append((str(loader.report.mode), str(loader.report.reason), len(batch["id"])))
+            if len(records) == 4:
+                preparation.finish()
+    return records, told
+
+
+@pytest.fixture(scope="module")
+def of_kernels() -> list[list[Any]]:
+    """Where the lead compiles, where the other rank does, and where the lead does and has caps."""
+    return run_in_turn(2, (_run, 0, None), (_run, 1, None), (_run, 0, [1e12, 1e12]))
+
+
+def test_until_the_lead_has_its_kernels_it_plans_by_a_plain_heuristic(of_kernels: list[list[Any]]) -> None:
+    results = of_kernels[0]
+    for records, _ in results:
+        reasons = [reason for _, reason, _ in records]
+        first = reasons.index("no_service")
+        assert 4 <= first <= 6  # as many rounds are in flight
+        assert set(reasons[:first]) == {"compiling"}
+        assert set(reasons[first:]) == {"no_service"}
+        assert {mode for mode, _, _ in records} == {"embedded"}
+        assert [samples for _, _, samples in records] == [8] * STEPS
+    told = [line for line in results[0][1] if "kernels" in line]
+    assert len(told) == 2
+    assert "`evenkeel warm-up`" in told[0]
+    assert "ready" in told[1]
+    assert not any("kernels" in line for line in results[1][1])
+
+
+def test_other_ranks_need_none(of_kernels: list[list[Any]]) -> None:
+    for records, _ in of_kernels[1]:
+        assert {reason for _, reason, _ in records} == {"no_service"}
+
+
+def test_with_memory_caps_the_first_batch_waits_since_as_loaded_it_might_not_fit(of_kernels: list[list[Any]]) -> None:
+    for records, told in of_kernels[2]:
+        assert {(mode, reason) for mode, reason, _ in records} == {("embedded", "no_service")}
+        assert len(records) == STEPS
+        assert all("compiling" in line for line in told if "kernels" in line)
+
+
+def _fail() -> None:
+    raise OSError("no space")
+
+
+def test_what_cannot_be_prepared_is_compiled_when_it_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    assert Preparation(_fail).wait(10)
+    assert "could not be prepared" in caplog.text
+    assert "no space" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,38 +14,27 @@ import pytest
 import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.speeds import ALL_EQUAL
 from tests.trainer_client.balancing.jobs import balancer_of, logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.balancing.contribution import Measure
 from trainer_client.balancing.reading import Measured
-from trainer_client.observing.measurement import StepTimer
 
 SIZE = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A loop whose ranks measure their steps.
+    """A loop whose ranks say what their steps took."""
 
-    Attributes:
-        address: Of the balancer; None: embedded.
-        name: Of the job.
-        steps: Of the loop.
-        slow: Seconds per unit of cost of each rank; negative, infinite and NaN ones are what it says, not what it does.
-        sleeps: The steps take that time, and a timer measures it; else the ranks only say so.
-        options: Of balancing.
-    """
-
-    address: str | None
-    name: str
-    steps: int = 60
+    address: str | None  # of the balancer; None: embedded
+    name: str  # of the job
+    steps: int = 60  # of the loop
+    # seconds per unit of cost of each rank; negative, infinite and NaN ones are what it says, not what it does
     slow: tuple[float, ...] = (1e-6, 2e-6)
-    sleeps: bool = False
     options: BalanceOptions = field(
         default_factory=lambda: BalanceOptions(timeout=timedelta(seconds=20), counts="free")
-    )
+    )  # of balancing
 
 
 def source(rank: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -68,17 +56,11 @@ def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
     said = logged("trainer_client.balancing.learned_speeds")
     with balancer_of(job.address, job.name, options=job.options) as balancer:
         loader: BalancedLoader[Any] = BalancedLoader(Source(rank), balancer, cost=lambda batch: batch["cost"])
-        timer = StepTimer("cpu", loader=loader if job.sleeps else None)
         batches = iter(loader)
         for batch in itertools.islice(batches, job.steps):
             report = loader.report
-            timer.batch_ready()
-            if job.sleeps:
-                time.sleep(report.own_load * job.slow[rank])
-                timer.compute_done()
-            elif not math.isnan(job.slow[rank]):
+            if not math.isnan(job.slow[rank]):
                 loader.took(report.own_load * job.slow[rank])
-            timer.end_step()
             records.append(
                 {
                     "ids": batch["id"].tolist(), "load": report.own_load, "learned": report.learned,
@@ -134,16 +116,6 @@ def test_a_slow_rank_gets_less_to_do(of_three: dict[Any, Any], mode: str) -> Non
     learned = [bool(record["learned"]) for record in results[0]]
     assert learned == sorted(learned)  # once, and for good
     assert learned.index(True) <= 25
-
-
-def test_what_a_timer_measures_of_real_steps_is_learned() -> None:
-    job = Job(address=None, name="real", steps=50, slow=(4e-6, 16e-6), sleeps=True)  # 10 and 40 ms
-    results = run_ranks(2, run_job, job)
-    check_alike(results, "embedded")
-    (rank, speed), *more = results[0][-1]["stragglers"]
-    assert (rank, more) == (1, [])
-    assert speed < 0.8
-    assert shares(results, 1)[-1] < 0.9
 
 
 @pytest.mark.parametrize("said", LIES)

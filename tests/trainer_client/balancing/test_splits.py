@@ -15,7 +15,6 @@ from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import balancer_of, logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
-from trainer_client.balancing.pipelines import BalancedBatch, PipelineSteps, make_pipeline
 
 HSTU = HSTUCost(num_layers=1, width=8, num_heads=1, head_dim=4, history=["count", "count"], context=2, candidates=3)
 SPEC = BatchSpec(
@@ -161,21 +160,6 @@ def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained(balancer: S
         assert results[0][0]["whole"] == 0
 
 
-def _said(rank: int, job: Splits) -> tuple[list[dict[str, Any]], str]:
-    """What a rank gets, and what it logs meanwhile."""
-    said = logged()
-    return train(rank, job), "\n".join(said)
-
-
-def test_where_parts_do_not_fit_either_the_batch_stays_and_that_is_said(balancer: ServiceProcess) -> None:
-    caps = options(memory_caps=[3753.0] * 2, counts="free")
-    embedded = Splits("no caps", None, ranks=2, steps=1, tokens=True, options=caps)
-    jobs = (embedded, replace(embedded, address=balancer.address))
-    for (records, said), _ in run_in_turn(2, *((_said, job) for job in jobs)):
-        assert [(record["mode"], record["split"]) for record in records] == [("identity", 0)]
-        assert "with samples split over ranks no assignment was found either" in said
-
-
 def _stopped(rank: int, job: Splits) -> list[tuple[list[int], list[list[int]], int, int]]:
     """Takes the first batch of a window, and the others from its state; what the rank trained in each."""
     batches = [job.batch(rank, step) for step in range(job.steps)]
@@ -241,41 +225,6 @@ def test_a_loop_that_does_not_look_at_splits_is_warned_once_and_a_ticket_tells_w
         assert [line.split(":")[0] for line in said] == ["ignores", "ignores by hand"]
         assert all(found == expected for found, expected in scales)
         assert [load == 0 for load in loads] == [False, True] * 4  # no times of split samples
-
-
-class _Model(torch.nn.Module):
-    """Sums items, having asked for splits or not."""
-
-    def __init__(self, *, asks: bool) -> None:
-        super().__init__()
-        self.asks, self.weight = asks, torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, batch: BalancedBatch[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
-        return self.weight * batch.batch["items"].sum(), len(batch.splits) if self.asks else 0
-
-
-def _pipelines(rank: int) -> tuple[list[str], list[int]]:
-    """Pipelines whose model asks for splits, or does not, or is left before it has trained them; what was said."""
-    job, said, found = Splits("pipelines", None, ranks=2), logged(), []
-    batches = [job.batch(rank, step) for step in range(job.steps)]
-    with Balancer.embedded(options=job.options) as balancer:
-        for name in ("asks", "leaves", "ignores"):
-            model = _Model(asks=name != "ignores")
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC, name=name)
-            steps = PipelineSteps(make_pipeline("base", model, optimizer, torch.device("cpu")), loader)
-            found.append(0)
-            for number, splits in enumerate(steps):
-                found[-1] += splits
-                if name == "leaves" and number == 1:  # the next batch, which it holds already, has split samples
-                    break
-    return [line for line in said if "splits" in line], found
-
-
-def test_a_pipeline_that_does_not_look_at_splits_is_warned_once() -> None:
-    for said, found in run_ranks(2, _pipelines):
-        assert found == [2, 1, 0]
-        assert [line.split(":")[0] for line in said] == ["ignores"]
 
 
 def _without(rank: int, what: str) -> str:

@@ -80,15 +80,6 @@ def test_without_any_one_stage_the_others_go_on() -> None:
                 assert one.moves
 
 
-def test_a_slow_rank_gets_less_where_steps_are_measured() -> None:
-    one = lead(move_price=0.0, counts="free")
-    for number in range(60):
-        directed = directives(one, number, seconds=0.1)
-    loads = [each.reports[0].own_load for each in directed]
-    assert loads[0] >= loads[2]
-    assert directed[0].reports[0].learned
-
-
 def test_a_plan_that_cannot_be_made_leaves_samples_at_home_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     (first, *_) = directives(lead(memory_caps=[1.0] * RANKS))
     assert (first.decision.mode, first.decision.reason) == (Mode.IDENTITY, Reason.PARTITION_FAILED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,11 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCo
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Topology, plan
 from evenkeel.placement.options import rank_load
 from evenkeel.placement.storage import torchrec_footprint
-from trainer_client.planning import describe_model, plan_model, sharding_plan
+from tests.trainer_client.balancing.jobs import run_in_turn
+from trainer_client.planning import describe_model, plan_model
 
 ROWS, DIM, LENGTH, SAMPLES = 640, 16, 3, 4
 
@@ -117,12 +116,6 @@ def test_the_remedy_names_types_that_the_runtime_takes(kind: DataType, runtime: 
         plan_model(_Model(_bags(DataType[name])), **given)
 
 
-def test_a_plan_for_another_type_is_refused() -> None:
-    request = _request(_bags(DataType.FP16))
-    with pytest.raises(InvalidInputError, match="item: differs from the plan, which is for 640 by 16 of float16"):
-        sharding_plan(_Model(_bags(DataType.FP32)), request, plan(request))
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -135,7 +128,7 @@ def test_weights_that_would_do_something_else_are_refused(make: Any, said: str) 
         make()
 
 
-def _run_types(rank: int, folder: Path) -> None:
+def _run_types(rank: int) -> None:
     for kind, weighted in ((DataType.FP16, False), (DataType.FP32, True), (DataType.FP16, True)):
         torch.manual_seed(1)
         model = _Model(_bags(kind, weighted=weighted))
@@ -158,11 +151,7 @@ def _run_types(rank: int, folder: Path) -> None:
         out.sum().backward()
 
 
-def test_tables_of_each_type_and_with_weights_train_by_their_plans(tmp_path: Path) -> None:
-    run_ranks(2, _run_types, tmp_path)
-
-
-def _run_learned_weights(rank: int, folder: Path) -> None:
+def _run_learned_weights(rank: int) -> None:
     torch.manual_seed(1)
     processor = PositionWeightedModule(max_feature_length=LENGTH)
     model = _Model(FeatureProcessedEmbeddingBagCollection(_bags(weighted=True), {"item": processor}))
@@ -194,7 +183,7 @@ class _Managed(nn.Module):
         return found
 
 
-def _run_managed(rank: int, folder: Path) -> None:
+def _run_managed(rank: int) -> None:
     model = _Managed()
     batches = [_keys(20 * rank + seed) for seed in range(20)]
     planned = plan_model(model, batches, optimizer=Optimizer.SGD, sharding=["table_wise", "row_wise"])
@@ -204,19 +193,10 @@ def _run_managed(rank: int, folder: Path) -> None:
         parallel(batch).sum().backward()
 
 
-def test_managed_collisions_are_sharded_with_their_rows(tmp_path: Path) -> None:
-    run_ranks(2, _run_managed, tmp_path)
+def test_types_weights_learned_weights_and_managed_collisions_train_by_their_plans() -> None:
+    run_in_turn(2, (_run_types,), (_run_learned_weights,), (_run_managed,))
     with pytest.raises(InvalidInputError, match="sharding: is not what 'bags' does: managed collisions are by rows"):
         describe_model(_Managed(), sharding="table_wise")
-
-
-def test_learned_weights_keep_their_gradients(tmp_path: Path) -> None:
-    run_ranks(2, _run_learned_weights, tmp_path)
-
-
-def test_dynamicemb_has_bfloat16() -> None:
-    (table,) = _request(_bags(DataType.BF16), Runtime.DYNAMICEMB, eviction="lfu").tables
-    assert (table.data_type.value, table.value_bytes) == ("bfloat16", 2)
 
 
 def test_rows_of_every_type_leave_the_table_as_float32() -> None:

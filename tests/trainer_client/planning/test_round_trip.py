@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -21,6 +24,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import (
     InvalidInputError,
     Mode,
@@ -30,10 +34,12 @@ from evenkeel.placement import (
     Sharding,
     SolverOptions,
     Step,
+    Table,
     Topology,
     plan,
 )
 from evenkeel.placement.application import lines_to_paste, sharding_plan_module
+from evenkeel.placement.layouts import layouts
 from evenkeel.placement.plan_file import PlanFile, dumps
 from tests.evenkeel.placement.instances import random_tables
 from tests.trainer_client.balancing.jobs import run_in_turn
@@ -227,12 +233,20 @@ def test_a_module_of_a_table_without_a_group_is_asked_for(tmp_path: Path) -> Non
     assert load_sharding_plan(file, _Model(request)) == sharding_plan(_Model(request), bare, planned)
 
 
-def test_a_model_of_other_sizes_is_refused() -> None:
+def test_a_plan_for_another_model_or_runtime_is_refused() -> None:
     request = _request(0)
-    first = request.tables[0]
-    other = replace(request, tables=(replace(first, rows=first.rows + 1), *request.tables[1:]))
-    with pytest.raises(InvalidInputError, match="differs from the plan"):
-        sharding_plan(_Model(request), other, plan(other))
+    first, *others = request.tables
+    by_rows = tuple(replace(t, sharding=Sharding.ROW_WISE, column_shards=1, ratio=None) for t in request.tables)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"tables": (replace(first, rows=first.rows + 1), *others)}, "differs from the plan"),
+        ({"tables": (replace(first, data_type="float16"), *others)}, "differs from the plan, which is .* of float16"),
+        ({"tables": others[:2]}, "does not place"),
+        ({"runtime": Runtime.DYNAMICEMB, "tables": by_rows}, "is not torchrec"),
+    ]
+    for change, message in changes:
+        other = replace(request, **change)
+        with pytest.raises(InvalidInputError, match=message):
+            sharding_plan(_Model(request), other, plan(other))
 
 
 def test_blocks_of_sequences_that_torchrec_cannot_exchange_are_refused() -> None:
@@ -250,8 +264,81 @@ def test_blocks_of_sequences_that_torchrec_cannot_exchange_are_refused() -> None
     assert parameter_constraints(even, plan(even))["table_1"].min_partition == 16
 
 
-def test_the_instances_cover_what_plans_can_say() -> None:
-    placed = [p for seed in range(6) for p in plan(_request(seed, scale=1000)).placements]
-    assert {p.sharding for p in placed} == set(Sharding)
-    assert {p.mode for p in placed} == {Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY}
-    assert len({p.ratio for p in placed}) > 4
+DIMS = (4, 8, 12, 36, 64, 96, 100, 120, 128, 192, 204, 384, 768)
+
+
+def _made(dim: int, width: int) -> list[int]:
+    """Widths of the shards that TorchRec makes where it is told a `min_partition`."""
+    sizes, _ = calculate_shard_sizes_and_offsets(torch.empty(5, dim, device="meta"), 64, 8, "column_wise", width)
+    return [size[1] for size in sizes]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_cut_that_torchrec_makes_is_tried_and_no_other(dim: int) -> None:
+    table = Table(name="t", rows=5, dim=dim, pooled=True, sharding=Sharding.COLUMN_WISE)
+    ranks = 64
+    tried = {layout.pieces for layout in layouts(table, Topology(ranks=ranks, hbm_bytes=0))}
+    for pieces in tried:
+        assert _made(dim, dim // pieces) == [dim // pieces] * pieces
+    possible = {len(_made(dim, width)) for width in range(1, dim + 1)}
+    assert tried == {pieces for pieces in possible if pieces <= ranks}
+
+
+def _run(rank: int, folder: Path) -> None:
+    sizes = {"thirds": (96, 3), "narrow": (12, 3), "even": (64, 2)}
+    configs = [
+        EmbeddingBagConfig(name=n, embedding_dim=d, num_embeddings=50, feature_names=[n]) for n, (d, _) in sizes.items()
+    ]
+    model = torch.nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("cpu")))
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    rows = {name: model.get_parameter(f"0.embedding_bags.{name}.weight").detach().clone() for name in sizes}
+    tables = tuple(
+        Table(name=n, rows=50, dim=d, pooled=True, sharding=Sharding.COLUMN_WISE, column_shards=cut, group="0")
+        for n, (d, cut) in sizes.items()
+    )
+    request = PlanRequest(tables=tables, topology=Topology(ranks=3, hbm_bytes=4 << 30), runtime=Runtime.TORCHREC)
+    found = plan(request)
+    whole = sharding_plan(model, request, found, device="cpu")
+    machines = TorchRecTopology(world_size=3, local_world_size=3, compute_device="cuda", hbm_cap=8 << 30)
+    constraints: Any = parameter_constraints(request, found)
+    sharders: Any = [EmbeddingBagCollectionSharder()]
+    theirs = EmbeddingShardingPlanner(topology=machines, constraints=constraints).plan(model, sharders)
+    for name, (dim, cut) in sizes.items():
+        for made in (whole, theirs):
+            shards = made.plan["0"][name].sharding_spec.shards  # type: ignore[index,union-attr]
+            assert [shard.shard_sizes for shard in shards] == [[50, dim // cut]] * cut
+    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=whole)
+    for name, weight in rows.items():
+        for shard in parallel.state_dict()[f"0.embedding_bags.{name}.weight"].local_shards():
+            first = shard.metadata.shard_offsets[1]
+            shard.tensor.copy_(weight[:, first : first + shard.tensor.shape[1]])
+    values = torch.arange(3 * 4) * (rank + 1) % 50
+    keys = KeyedJaggedTensor(keys=list(sizes), values=values, lengths=torch.full((6,), 2))
+    out = parallel(keys)
+    own = values.view(3, 2, 2)
+    expected = torch.cat([rows[name][own[index]].sum(1) for index, name in enumerate(sizes)], dim=1)
+    torch.testing.assert_close(out.values(), expected)
+    out.values().sum().backward()
+
+
+def test_thirds_and_narrow_parts_train_by_their_plan(tmp_path: Path) -> None:
+    run_ranks(3, _run, tmp_path)
+
+
+@pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
+def test_fbgemm_takes_every_multiple_of_four_and_nothing_else(precision: SparseType) -> None:
+    def make(dim: int) -> Any:
+        return SplitTableBatchedEmbeddingBagsCodegen(
+            [(10, dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)],
+            weights_precision=precision,
+            cache_precision=precision,
+            device=torch.device("meta"),
+        )
+
+    for dim in range(4, 132, 4):
+        make(dim)
+    for dim in (2, 6, 30, 102):
+        with pytest.raises(AssertionError, match="multiple of 4"):
+            make(dim)

@@ -1,8 +1,9 @@
-"""States of whole jobs, and the same training after every checkpoint that Lightning can write."""
+"""Lightning and Accelerate: states of jobs, the same training after every checkpoint, every sample evaluated."""
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import warnings
 from pathlib import Path
@@ -15,11 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.jobs import run_in_turn
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.adapters.job_state import JobState
 from trainer_client.balancing.adapters.lightning import LightningLoader
 from trainer_client.balancing.resume import ResumeError
-from trainer_client.balancing.sampling import GlobalBatchSampler
+from trainer_client.balancing.sampling import GlobalBatchSampler, TokenBudgetSampler
 
 SAMPLES, STEPS, EPOCHS = 20, 4, 3
 
@@ -152,8 +154,9 @@ def in_lightning(_: int, folder: str, length: int | None, when: str) -> list[tup
     return found
 
 
-@pytest.mark.parametrize("length", [STEPS, None])
-@pytest.mark.parametrize("when", ["step", "epoch", "validation", "exception"])
+@pytest.mark.parametrize(
+    ("when", "length"), [("step", STEPS), ("step", None), ("epoch", None), ("validation", STEPS), ("exception", None)]
+)
 def test_lightning_goes_on_from_each_of_its_checkpoints(tmp_path: Path, length: int | None, when: str) -> None:
     (found,) = run_ranks(1, in_lightning, str(tmp_path), length, when)
     number = {"step": EPOCHS * STEPS, "exception": 1}.get(when, EPOCHS)
@@ -184,8 +187,119 @@ def with_length(_: int, length: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("length", "found"), [(3, "has more than 3"), (5, "has ended after 4"), (4, "")])
-def test_a_wrong_length_is_refused(length: int, found: str) -> None:
-    (said,) = run_ranks(1, with_length, length)
-    assert said == (found and f"length is {length}, but the epoch {found} batches; give LightningLoader the number of "
-                    "batches that all ranks have, or no length")  # fmt: skip
+def test_a_wrong_length_is_refused() -> None:
+    (few,), (many,) = run_in_turn(1, (with_length, 3), (with_length, 5))
+    assert few.startswith("length is 3, but the epoch has more than 3 batches")
+    assert many.startswith("length is 5, but the epoch has ended after 4 batches")
+
+
+OTHER_SAMPLES = 21
+
+
+def plain(size: int = 4) -> DataLoader[int]:
+    sampler = GlobalBatchSampler(OTHER_SAMPLES, global_batch_size=size, shuffle=False)
+    return DataLoader(range(OTHER_SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
+
+
+def balanced(loader: Any, balancer: Balancer | None = None, **options: Any) -> BalancedLoader[torch.Tensor]:
+    return BalancedLoader(loader, balancer or Balancer.embedded(), cost=lambda batch: torch.ones(len(batch)), **options)
+
+
+def launched(rank: int, world_size: int) -> None:
+    """What a launcher tells the frameworks; the process group is there already."""
+    if world_size > 1:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+        )  # fmt: skip
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def accelerator(rank: int, world_size: int, **options: Any) -> Any:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    launched(rank, world_size)
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+
+
+def wrapping_prepared(rank: int, world_size: int, stateful: bool) -> list[int]:
+    """Goes on from each state of a loop over a loader that Accelerate has prepared; returns what the loop trained."""
+    own = accelerator(
+        rank, world_size, even_batches=False, use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=5
+    )
+
+    balancer = Balancer.embedded()
+
+    def make() -> BalancedLoader[torch.Tensor]:
+        data = DataLoader(range(OTHER_SAMPLES), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        loader = balanced(own.prepare(data), balancer)
+        loader.set_epoch(3)
+        return loader
+
+    whole, states = [], []
+    for batch in (loader := make()):
+        whole.append(batch.tolist())
+        states.append(pickle.dumps(loader.state_dict()))
+    for number, state in enumerate(states, 1):
+        again = make()
+        again.load_state_dict(pickle.loads(state))
+        assert [batch.tolist() for batch in again] == whole[number:]
+        if number % 3 == 0:
+            again.set_epoch(3)
+            assert [batch.tolist() for batch in again] == whole
+    return [one for batch in whole for one in batch]
+
+
+@pytest.mark.parametrize(("world_size", "stateful"), [(1, True), (2, False), (2, True)])
+def test_a_loader_that_accelerate_has_prepared_can_be_wrapped(world_size: int, stateful: bool) -> None:
+    trained = run_ranks(world_size, wrapping_prepared, world_size, stateful)
+    assert sorted(one for rank in trained for one in rank) == list(range(OTHER_SAMPLES))
+
+
+def _seen(trainer: Any, name: str, module: Any, seen: list[int]) -> list[int]:
+    seen.clear()
+    getattr(trainer, name)(module, balanced(plain(), name=name))
+    return list(seen)
+
+
+def evaluated(rank: int, world_size: int) -> dict[str, list[int]]:
+    """Of a last batch that only some ranks have a sample of."""
+    from lightning import pytorch
+
+    launched(rank, world_size)
+    seen: list[int] = []
+
+    class Module(pytorch.LightningModule):
+        def validation_step(self, batch: Any, _: int) -> None:
+            seen.extend(batch.tolist())
+
+        test_step = predict_step = validation_step
+
+    trainer = pytorch.Trainer(
+        accelerator="cpu", strategy="ddp", devices=world_size, logger=False, enable_progress_bar=False
+    )
+    return {name: _seen(trainer, name, Module(), seen) for name in ("validate", "test", "predict")}
+
+
+def test_lightning_evaluates_each_sample_where_ranks_have_different_numbers_of_batches() -> None:
+    seen = run_ranks(2, evaluated, 2)
+    for name in seen[0]:
+        assert sorted(one for rank in seen for one in rank[name]) == list(range(OTHER_SAMPLES)), name
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_length_is_that_of_the_ranks_together(drop_last: bool) -> None:
+    of_rank = {"rank": 1, "world_size": 2, "drop_last": drop_last, "shuffle": False}
+    counted = GlobalBatchSampler(OTHER_SAMPLES, global_batch_size=4, **of_rank)
+    budgeted = TokenBudgetSampler(
+        OTHER_SAMPLES, budget=4, costs=torch.ones(OTHER_SAMPLES, dtype=torch.int64), **of_rank
+    )
+    for sampler in (counted, budgeted):
+        loader = balanced(DataLoader(range(OTHER_SAMPLES), batch_sampler=sampler))  # type: ignore[arg-type]
+        assert len(sampler) == 5
+        assert len(loader) == 6 - drop_last
+    assert len(balanced([torch.zeros(2)] * 3)) == 3
+    many = TokenBudgetSampler(10**9, budget=4, costs=lambda _: 1, **of_rank)
+    with pytest.raises(TypeError, match="`count_batches"):
+        len(balanced(DataLoader(range(10**9), batch_sampler=many)))  # type: ignore[arg-type]

@@ -1,21 +1,28 @@
-"""What a flattened batch tells: schema, lengths, sizes, wherever they are."""
+"""What a flattened batch tells: schema, lengths, sizes, padding, and what lists and tuples hold."""
 
 from __future__ import annotations
 
 import pickle
+from collections import namedtuple
 from dataclasses import dataclass, field
+from datetime import date
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from benchmarks.references.redistribution import select_samples
+from benchmarks.references.redistribution import gather_samples, select_samples
 from tests.trainer_client.balancing.batches.helpers import OnDevice, select, x
-from trainer_client.balancing.batches import BatchError, BatchSpec, flatten, read_lengths
+from tests.trainer_client.random_batches import DTYPES, as_bytes, random_tensor
+from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten, read_lengths
 from trainer_client.balancing.batches.flatten import Coming
+from trainer_client.balancing.batches.kinds import PICKLES
 
 
 class Pair(NamedTuple):
@@ -135,3 +142,142 @@ def test_lengths_by_path() -> None:
         read_lengths(batch, "deep.right.1.m")
     with pytest.raises(BatchError, match="'x' is no jagged field nor an integer per sample"):
         flatten({"x": torch.zeros(2)}).lengths_of("x")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from([(), (3,), (2, 2), (0,)]),
+    widths=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    side=st.sampled_from(["right", "left"]),
+    counted=st.booleans(),
+    multiple=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_samples_are_padded_to_their_own_longest(
+    dtype: torch.dtype, shape: tuple[int, ...], widths: list[int], side: Any, counted: bool, multiple: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    padded = Padded(lengths="n" if counted else None, value=1, side=side, multiple=multiple)
+    spec = BatchSpec(padded={"v": padded}, derived={"longest": MaxLength("n" if counted else "v")})
+    samples: list[list[torch.Tensor]] = []
+    flats = []
+    for width in widths:
+        lengths = rng.integers(0, width + 1, rng.integers(0, 4)) if counted else np.full(rng.integers(0, 4), width)
+        tensor = random_tensor(rng, len(lengths) * width, shape, dtype).reshape(len(lengths), width, *shape)
+        samples.append([])
+        for row, length in zip(tensor, lengths.tolist(), strict=True):
+            own, padding = row.split([length, width - length])
+            if side == "left":
+                padding, own = row.split([width - length, length])
+            padding.copy_(torch.ones(shape).to(dtype).expand(padding.shape))
+            samples[-1].append(own)
+        flats.append(flatten({"n": torch.from_numpy(lengths), "v": tensor, "longest": 77}, spec))
+    picks = [(batch, sample) for batch, own in enumerate(samples) for sample in range(len(own)) if rng.random() < 0.6]
+    found = gather_samples(flats, picks).unflatten()
+    chosen = [samples[batch][sample] for batch, sample in picks]
+    longest = max((len(one) for one in chosen), default=0)
+    width = -(-longest // multiple) * multiple
+    assert found["v"].shape == (len(chosen), width, *shape)
+    for row, one in zip(found["v"], chosen, strict=True):
+        padding = as_bytes(torch.ones((width - len(one), *shape)).to(dtype))
+        assert as_bytes(row) == (padding + as_bytes(one) if side == "left" else as_bytes(one) + padding)
+    assert found["longest"] == longest
+
+
+def test_widths_do_not_belong_to_the_schema() -> None:
+    spec = BatchSpec(padded={"t": Padded(value=-1)})
+    one, other = (flatten({"t": torch.full((2, width), width)}, spec) for width in (2, 3))
+    assert one.schema.hash == other.schema.hash
+    found = gather_samples([one, other], [(0, 0), (1, 0)]).unflatten()["t"]
+    assert found.tolist() == [[2, 2, -1], [3, 3, 3]]
+
+
+ListsPair = namedtuple("ListsPair", "left right")
+
+
+@dataclass
+class Meta:
+    """What a sample is about, without tensors."""
+
+    name: str
+    tags: Any = None
+
+
+def pickles_of(batch: Any, spec: BatchSpec | None = None) -> set[str]:
+    return {leaf.path for leaf in flatten(batch, spec).structure.leaves if leaf.label == PICKLES}
+
+
+def is_objects(value: Any, samples: int = 3, spec: BatchSpec | None = None) -> bool:
+    """Whether `v` of a batch is one object for each sample; read after a batch of another kind, too."""
+    return pickles_of({"x": x(samples), "v": value}, spec) == {"v"}
+
+
+PER_SAMPLE: dict[str, Any] = {
+    "values that are all None": lambda n: [None] * n,
+    "some None": lambda n: [None if i % 2 else f"c{i}" for i in range(n)],
+    "empty dicts": lambda n: [{} for _ in range(n)],
+    "dicts": lambda n: [{"id": i, "tags": ["a"] * i} for i in range(n)],
+    "dataclasses": lambda n: [Meta(f"{i}", ["a"]) for i in range(n)],
+    "named tuples": lambda n: [ListsPair(i, "b") for i in range(n)],
+    "namespaces": lambda n: [SimpleNamespace(name=str(i)) for i in range(n)],
+    "dates": lambda n: [date(2026, 1, 1 + i) for i in range(n)],
+    "numbers of NumPy": lambda n: [np.float32(i) for i in range(n)],
+    "sets": lambda n: [{i} for i in range(n)],
+}
+
+
+@pytest.mark.parametrize("kind", PER_SAMPLE)
+@pytest.mark.parametrize("samples", [0, 1, 2, 5])
+def test_lists_without_tensors_hold_one_object_for_each_sample(kind: str, samples: int) -> None:
+    values = PER_SAMPLE[kind](samples)
+    assert is_objects(values, samples)
+    if samples:
+        found = select({"x": x(samples), "v": values}, samples - 1, 0)["v"]
+        assert list(found) == [values[-1], values[0]]
+        with pytest.raises(BatchError, match=rf"'x' holds {samples + 1} samples, 'v' {samples}; declare .* objects"):
+            flatten({"x": x(samples + 1), "v": values})
+
+
+NESTED: dict[str, Any] = {
+    "lists": [["a", "b", "c"], ["d"], []],
+    "a square": [["a", "b", "c"]] * 3,
+    "empty lists": [[], [], []],
+    "lists or None": [None, ["a"], None],
+    "tuples": (("a", "b", "c"),) * 2,
+    "dicts of lists only": [{"tags": ["a", "b", "c"]}] * 3,
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_lists_in_lists_must_be_declared(kind: str) -> None:
+    values = NESTED[kind]
+    for samples in (1, 2, 3):
+        with pytest.raises(BatchError, match=r"'v' is a (list|tuple) with lists in it.*objects=\{'v'\}.*'v\.\*'"):
+            flatten({"x": x(samples), "v": values})
+    if len(values) == 3:
+        assert select({"x": x(), "v": values}, 2, 0, spec=BatchSpec(objects=["v"]))["v"] == [values[2], values[0]]
+
+
+def test_lists_in_lists_move_as_they_are_declared() -> None:
+    square = [[f"{row}{column}" for column in "abc"] for row in range(3)]
+    rows = select({"x": x(), "v": square}, 2, 0, spec=BatchSpec(objects=["v"]))["v"]
+    assert rows == [["2a", "2b", "2c"], ["0a", "0b", "0c"]]
+    columns = select({"x": x(), "v": square}, 2, 0, spec=BatchSpec(objects=["v.*"]))["v"]
+    assert columns == [["0c", "0a"], ["1c", "1a"], ["2c", "2a"]]
+
+
+def test_lists_with_tensors_are_containers_whatever_their_length() -> None:
+    for samples in (1, 2, 3):
+        batch = {
+            "x": x(samples),
+            "v": [x(samples), None],
+            "w": (x(samples), ["a"] * samples),
+            "arrays": [np.ones(samples)],
+        }
+        assert pickles_of(batch) == {"w.1"}
+    with pytest.raises(BatchError, match=r"'m.0.id' is a int \(1\).*; if 'm' holds one entry .* declare it in objects"):
+        flatten({"x": x(), "m": [{"id": 1, "image": torch.zeros(2)}] * 3})
+    assert select({"x": x(), "pair": (None, None)}, 1, spec=BatchSpec(rows_per_sample={"pair.0": 1}))["pair"] == (
+        None, None,
+    )  # fmt: skip

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.harness.ranks import run_ranks
 from examples.datasets import Keys, LogNormalLengths, SequenceBatch, SyntheticSequences
-from tests.trainer_client.balancing.jobs import logged, run_in_turn
 from trainer_client.balancing import BalancedLoader, Balancer
 from trainer_client.balancing.costs import TokenCost
-from trainer_client.observing.measurement import StepTimer
 
 WORLD, STEPS, ROWS, DIM = 2, 5, 50, 6
 ROUNDING = 2.0**-53
@@ -73,46 +71,6 @@ def _run(rank: int) -> dict[str, Any]:
     return {"off": off, "balanced": balanced, "moved": moved}
 
 
-def _timed(rank: int) -> list[str]:
-    """What timers say that watch a model under FSDP2 with a loader and without, and models that are not cut."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    said = logged()
-    sharded, replicated, watched = Model(), Model(), []
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (WORLD,)))
-    fully_shard(replicated, mesh=init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard")))
-    with Balancer.embedded() as balancer:
-        loader = BalancedLoader(
-            _batches(rank), balancer, cost=TokenCost(tokens="num_history"), spec=SequenceBatch.spec()
-        )
-        for model, told in (
-            (Model(), loader),
-            (replicated, loader),
-            (sharded, None),
-            (sharded, loader),
-            (sharded, loader),
-        ):
-            timer = StepTimer("cpu", loader=told)
-            timer.watch(model.parameters())
-            timer.close()
-            watched.append(len(said))
-    assert watched == [0, 0, 0, 1, 1]
-    return said
-
-
-@pytest.fixture(scope="module")
-def by_job() -> list[list[Any]]:
-    return run_in_turn(WORLD, (_run,), (_timed,))
-
-
-def test_a_timer_says_that_nothing_is_learned_of_sharded_parameters(by_job: list[list[Any]]) -> None:
-    for said in by_job[1]:
-        assert len(said) == 1
-        assert said[0].startswith("a StepTimer with a loader watches sharded parameters (FSDP2): ranks wait for each")
-        assert "say BalanceOptions.speeds, or leave loader= out and call loader.took(seconds, load)" in said[0]
-
-
 def _alone() -> list[torch.Tensor]:
     """The gradients of the mean over each global batch, in one process."""
     model, found = Model(), []
@@ -125,11 +83,11 @@ def _alone() -> list[torch.Tensor]:
     return found
 
 
-def test_gradients_do_not_depend_on_who_trains_what(by_job: list[list[Any]]) -> None:
+def test_gradients_do_not_depend_on_who_trains_what() -> None:
     expected = _alone()
     # Sums of some hundred terms of size one at most, each rounded a few times.
     bound = 2000 * ROUNDING
-    for rank in by_job[0]:
+    for rank in run_ranks(WORLD, _run):
         assert rank["moved"] > 0
         for name in ("off", "balanced"):
             assert len(rank[name]) == STEPS

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from benchmarks.references.redistribution import gather_samples
 from evenkeel.partitioning.slices import Slice
-from tests.trainer_client.random_batches import Case, assert_same, cases
-from trainer_client.balancing.batches import BatchError, flatten
-from trainer_client.balancing.redistribution import gathering, pick
+from evenkeel.partitioning.splits import ALL, FIRST, LAST, Cuts, part_ranges
+from tests.trainer_client.random_batches import (
+    Case,
+    FieldPlan,
+    as_bytes,
+    assert_same,
+    build_batch,
+    cases,
+    plans,
+    spec_for,
+)
+from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, MaxLength, Padded, flatten
+from trainer_client.balancing.redistribution import cut, gathering, pick
 from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable
 from trainer_client.balancing.redistribution.gathering import Samples, describe_samples
 from trainer_client.balancing.redistribution.layout import measure
@@ -84,3 +99,176 @@ def test_more_values_than_pieces_can_count_are_refused() -> None:
     table = np.array([[2**31 - 1], [1]])
     with pytest.raises(ValueError, match=f"has {2**31} values"):
         describe_samples([Samples((), table, table.sum(0), NOWHERE[0])], FOUR_BYTES, NOWHERE, NOWHERE[0], WHOLE)
+
+
+def random_cuts(rng: np.random.Generator, samples: int) -> Cuts:
+    """Each sample in 1 to 4 parts, which may be empty where it is short."""
+    owners, begins = [], []
+    for sample in range(samples):
+        more = int(rng.integers(0, 4)) if rng.random() < 0.5 else 0
+        owners += [sample] * (1 + more)
+        begins += [0, *np.sort(rng.integers(0, 12, more)).tolist()]
+    return Cuts(samples=np.array(owners, np.int64), begins=np.array(begins, np.int64))
+
+
+def rows_of(flat: FlatBatch, leaf: int) -> list[list[torch.Tensor]]:
+    """Of a leaf's columns (one for a dense leaf) the rows of each sample."""
+    found, tensor = flat.structure.leaves[leaf], flat.tensors[leaf]
+    if found.rows:
+        return [list(tensor.split(found.rows)) if flat.num_samples else []]
+    result, begin = [], 0
+    for column in found.columns:
+        lengths = flat.lengths[:, column].tolist()
+        result.append(list(tensor[begin : begin + sum(lengths)].split(lengths)) if lengths else [])
+        begin += sum(lengths)
+    return result
+
+
+@settings(max_examples=80, deadline=None)
+@given(fields=plans, samples=st.integers(0, 6), seed=st.integers(0, 2**32 - 1))
+def test_each_part_has_its_span_and_what_goes_with_it(fields: list[FieldPlan], samples: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    fields = [*fields, FieldPlan("counted", torch.int64, (), 1, False)]
+    batch, spec = build_batch(fields, samples, seed), spec_for(fields)
+    columns = [column for column in flatten(batch, spec).structure.columns if rng.random() < 0.6]
+    parts: dict[str, Any] = {}
+    for column in set(flatten(batch, spec).structure.columns) - {*columns, "counted_0.counts"}:
+        parts[column] = ["first", "last", "all"][rng.integers(3)]
+    spec = replace(spec, sequence={*columns, f"counted_{len(fields) - 1}.counts"}, parts={
+        path: part for path, part in parts.items() if path != f"counted_{len(fields) - 1}.counts"
+    })  # fmt: skip
+    flat = flatten(batch, spec)
+    assert flat.roles is not None
+    cuts = random_cuts(rng, samples)
+    found = cut(flat, cuts)
+    begins, ends = part_ranges(flat.lengths, cuts, flat.roles)
+    assert found.structure is flat.structure
+    np.testing.assert_array_equal(found.lengths, ends - begins)
+    np.testing.assert_array_equal(found.totals, found.lengths.sum(axis=0))
+    counts = dict(flat.structure.counts)
+    for index, leaf in enumerate(flat.structure.leaves):
+        if index in counts:
+            assert found.tensors[index].dtype == leaf.dtype
+            assert found.tensors[index].tolist() == found.lengths[:, counts[index]].tolist()
+            continue
+        for place, (wanted, own) in enumerate(zip(rows_of(flat, index), rows_of(found, index), strict=True)):
+            assert len(own) == len(cuts)
+            for part, sample in enumerate(cuts.samples.tolist()):
+                rows = wanted[sample]
+                if not leaf.rows:
+                    column = leaf.columns[place]
+                    rows = rows[begins[part, column] : ends[part, column]]
+                assert as_bytes(own[part]) == as_bytes(rows), leaf.path
+    rebuilt = found.unflatten(spec)
+    assert rebuilt["size"] == len(cuts)
+
+
+@dataclass
+class History:
+    items: JaggedTensor
+    codes: torch.Tensor
+    num_codes: torch.Tensor
+
+
+def a_batch() -> dict[str, Any]:
+    """Two samples of 3 and 4 items, two codes each."""
+    items = JaggedTensor(torch.arange(7), weights=torch.arange(7) / 10, lengths=torch.tensor([3, 4], dtype=torch.int32))
+    return {
+        "history": History(items, torch.arange(14), torch.tensor([6, 8])),
+        "user": KeyedJaggedTensor(
+            ["clicks", "tags"], torch.arange(6), lengths=torch.tensor([1, 1, 3, 1], dtype=torch.int32)
+        ),
+        "padded": torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]),
+        "labels": torch.tensor([1.0, 0.0]),
+        "names": ["ada", "grace"],
+        "longest": 4,
+    }
+
+
+SPEC = BatchSpec(
+    rows_per_sample={"history.codes": "history.num_codes"},
+    padded={"padded": "history.items"},
+    derived={"longest": MaxLength("history.items")},
+    sequence={"history.items": 1, "history.codes": 2},
+    parts={"user.clicks": "all", "user.tags": "first"},
+)
+CUTS = Cuts(samples=np.array([0, 1, 1, 1]), begins=np.array([0, 0, 1, 3]))
+
+
+def test_what_a_user_gets() -> None:
+    flat = flatten(a_batch(), SPEC)
+    columns = dict(zip(flat.structure.columns, flat.structure.roles, strict=True))
+    assert columns == {
+        "history.items": 1, "history.num_codes": 2, "names": ALL, "user.clicks": ALL, "user.tags": FIRST,
+    }  # fmt: skip
+    found = cut(flat, CUTS).unflatten(SPEC)
+    history = found["history"]
+    assert isinstance(history, History)
+    assert history.items.lengths().tolist() == [3, 1, 2, 1]
+    assert history.items.values().tolist() == list(range(7))
+    assert history.items.weights().tolist() == pytest.approx([n / 10 for n in range(7)])
+    assert history.num_codes.tolist() == [6, 2, 4, 2]
+    assert found["padded"].tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0], [7, 0, 0]]
+    assert found["user"]["clicks"].to_dense()[1].tolist() == found["user"]["clicks"].to_dense()[3].tolist() == [1]
+    assert [each.tolist() for each in found["user"]["tags"].to_dense()] == [[2, 3, 4], [5], [], []]
+    assert found["labels"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert found["names"] == ["ada", "grace", "grace", "grace"]
+    assert found["longest"] == 3
+
+
+def test_what_is_cut_is_not_copied() -> None:
+    flat = flatten(a_batch(), SPEC)
+    found = cut(flat, CUTS)
+    same = {leaf.path for leaf, own, other in zip(flat.structure.leaves, found.tensors, flat.tensors, strict=True)
+            if own is other}  # fmt: skip
+    assert same == {"history.items", "history.items.weights", "history.codes", "padded"}
+
+
+def test_what_goes_with_the_last_part_by_default() -> None:
+    spec = replace(SPEC, parts={})
+    found = cut(flatten(a_batch(), spec), CUTS).unflatten(spec)
+    assert found["user"]["clicks"].lengths().tolist() == [1, 0, 0, 1]
+    assert flatten(a_batch(), spec).structure.roles == (1, 2, ALL, LAST, LAST)
+
+
+def test_ranks_that_declare_another_sequence_have_another_schema() -> None:
+    plain = flatten(a_batch(), replace(SPEC, sequence=(), parts={})).schema
+    assert "sequence" not in "".join(plain.lines)
+    schemas = [flatten(a_batch(), spec).schema for spec in (SPEC, replace(SPEC, parts={}))]
+    assert len({schema.hash for schema in (plain, *schemas)}) == 3
+    assert "with all parts" in schemas[0].diff(schemas[1])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"sequence": {"labels"}}, "sequence names 'labels', which has 1 row for each sample: all parts get it"),
+        ({"sequence": {"names"}}, "sequence names 'names', whose samples have no positions: it is a list of objects"),
+        ({"sequence": {"nothing"}}, "sequence names 'nothing', which the batch does not have"),
+        ({"sequence": {"history"}}, "sequence names 'history', which is no jagged field"),
+        ({"sequence": {"history.items": 0}}, "sequence['history.items'] is 0; give the values of an item"),
+        ({"sequence": "history.items"}, "sequence is the string 'history.items'; give a collection of paths"),
+        ({"sequence": {"history.codes": 3}}, "sample 1 has 8 values in 'history.num_codes', which sequence declares"),
+        ({"sequence": {"history.items": 1, "history.items.weights": 2}}, "are declared differently in sequence"),
+        (
+            {"sequence": {"history.items"}, "parts": {"history.items.weights": "all"}},
+            "'history.items' is in sequence and 'history.items.weights', which has the same lengths, in parts",
+        ),
+        ({"sequence": {"padded"}, "padded": {"padded": Padded()}, "derived": {"longest": len}}, "padded without"),
+        ({"parts": {"labels": "all"}}, "which has 1 row for each sample: all parts get it; leave it out"),
+        ({"parts": {"names": "first"}}, "parts names 'names', which has one entry for each sample"),
+        ({"parts": {"user.tags": "middle"}}, "parts['user.tags'] is 'middle'; give 'last', 'first' or 'all'"),
+        ({"parts": {"user.tags"}}, "give a mapping from paths to"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=re.escape(message)):
+        flatten(a_batch(), replace(SPEC, **spec))
+
+
+def test_only_what_is_copied_counts_towards_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "MAX_UNITS", 100)
+    spec = BatchSpec(rows_per_sample={"items": "n"}, sequence={"items"})
+    flat = flatten({"n": torch.tensor([90]), "items": torch.zeros(90), "label": torch.ones(1)}, spec)
+    parts = Cuts(samples=np.zeros(4, np.int64), begins=np.array([0, 30, 60, 80]))
+    assert cut(flat, parts).lengths.ravel().tolist() == [30, 30, 20, 10]

@@ -42,7 +42,7 @@ def _sampler(kind: str, **options: Any) -> GlobalBatchSampler | TokenBudgetSampl
     "options",
     [
         {"num_workers": 0},
-        {"num_workers": 4, "persistent_workers": True, "prefetch_factor": 3, "pin_memory": torch.cuda.is_available()},
+        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3, "pin_memory": torch.cuda.is_available()},
     ],
 )
 def test_the_state_is_that_of_the_batches_that_were_trained_however_far_workers_read(

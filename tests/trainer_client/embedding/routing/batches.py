@@ -79,7 +79,7 @@ def make_batch(
     lengths = draw(0, max_length + 1, int(sizes.sum()))
     lengths[draw(0, 2, lengths.numel()).bool()] = 0
     if giant and lengths.numel():
-        lengths[int(draw(0, lengths.numel(), 1))] = 20_000
+        lengths[int(draw(0, lengths.numel(), 1))] = 3_000
     total = int(lengths.sum())
     bits = 31 if index_dtype == torch.int32 else 63
     top = draw(4, bits, total)

@@ -1,0 +1,138 @@
+"""What is read of a batch: costs, the values that tensors begin with, and items of samples that may be split."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.partitioning import partition
+from evenkeel.partitioning.splits import Divisible
+from trainer_client import BatchSpec, HSTUCost
+from trainer_client.balancing.batches.flatten import flatten
+from trainer_client.balancing.reading import read_costs
+from trainer_client.balancing.source import fingerprint
+from trainer_client.balancing.splitting import divisible_samples
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, 2, 3], np.int64),
+        ([1.0, 2.0, 3.0], np.float64),
+        (torch.tensor([1, 2, 3], dtype=torch.int32), np.int64),
+        (torch.tensor([1.0, 2.0, 3.0], requires_grad=True), np.float64),
+        (np.array([1, 2, 3], dtype=np.uint64), np.int64),
+        (np.array([1, 2, 3], dtype=np.float16), np.float64),
+        (torch.tensor([1, 2, 3], dtype=torch.bfloat16), np.float64),
+        (torch.tensor([1, 2, 3], dtype=torch.float8_e4m3fn), np.float64),
+    ],
+)
+def test_any_numbers_are_costs(values: object, dtype: type) -> None:
+    costs, problem = read_costs(values, 3)
+    assert costs.dtype == dtype
+    assert costs.tolist() == [1, 2, 3]
+    assert not problem
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], ""),
+        ([1.0, math.nan, 2.0], "cost of sample 1"),
+        ([1.0, math.inf, 2.0], "cost of sample 1"),
+        ([math.inf, -math.inf, 2.0], "cost of sample 0"),
+        ([1.0, -1.0, 2.0], "cost of sample 1"),
+        (np.full(3, 2**61), "use larger units"),  # whose sum over all ranks may overflow
+        (np.full(3, 1e300), "use larger units"),
+    ],
+)
+def test_a_bad_cost_is_a_problem_of_the_round_not_an_error(values: Any, words: str) -> None:
+    with warnings.catch_warnings(action="error"):  # as in programs that make errors of warnings
+        costs, problem = read_costs(values, len(values), world_size=8)
+    assert costs.shape == (len(values),)
+    assert not costs.any()
+    assert words in problem
+    assert bool(problem) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, 2], "shape \\(2,\\) for 3 samples"),
+        ([[1], [2], [3]], "shape \\(3, 1\\)"),
+        (["a", "b", "c"], "values; return integers"),
+        (np.array([2**63, 0, 0], dtype=np.uint64), "exceeds int64"),
+        (torch.empty(3, device="meta"), "on meta"),
+        ([torch.tensor(1, dtype=torch.bfloat16)] * 3, "list, which is no list of numbers"),
+        (torch.ones(3, dtype=torch.complex64), "complex64 values; return integers"),
+    ],
+)
+def test_what_is_not_one_number_per_sample_is_an_error(values: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_costs(values, 3)
+
+
+def test_other_quantities_are_named() -> None:
+    with pytest.raises(ValueError, match="memory returned shape"):
+        read_costs([1], 2, what="memory")
+
+
+def test_what_all_ranks_may_reach_together_can_be_partitioned() -> None:
+    for ranks in (2, 3, 8, 1000):
+        share = 2**62 // ranks
+        assert "use larger units" in read_costs([share, 0, 0], 3, world_size=ranks)[1]
+        most = int(share * (1 - 1e-8))
+        costs, problem = read_costs([most, 0, 0], 3, world_size=ranks)
+        assert not problem
+        partition(np.tile(costs, ranks), np.repeat(np.arange(ranks), 3), ranks, strategy="lpt")
+
+
+LAYOUTS = {
+    "plain": torch.arange(6),
+    "one value, expanded": torch.tensor(3).expand(1),
+    "many values, expanded": torch.tensor([[3]]).expand(4, 5),
+    "one number": torch.tensor(3.5),
+    "transposed": torch.arange(6).reshape(2, 3).T,
+    "sliced": torch.arange(12)[::3],
+    "empty": torch.zeros(0, 4),
+    "bfloat16": torch.ones(3, dtype=torch.bfloat16),
+    "booleans": torch.tensor([True, False]),
+    "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
+    "imaginary": torch.tensor([1 + 2j, 3j]).conj().imag,
+    "wants a gradient": torch.ones(3, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_any_layout_has_a_fingerprint_of_its_values(layout: str) -> None:
+    tensor = LAYOUTS[layout]
+    same = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    assert fingerprint({"field": tensor}) == fingerprint({"field": same})
+    if tensor.numel():
+        assert fingerprint({"field": tensor}) != fingerprint({"field": torch.zeros_like(same)})
+
+
+COUNTS = [3, 400, 5]
+
+
+@pytest.mark.parametrize("context", [0, 1, 3])
+@pytest.mark.parametrize("candidates", [0, 1, 3])
+@pytest.mark.parametrize("includes", [False, True])
+def test_items_come_behind_the_context(context: int, candidates: int, includes: bool) -> None:
+    cost = HSTUCost(
+        num_layers=1, width=8, num_heads=1, head_dim=4, history="count", context=context, candidates=candidates,
+        history_includes_candidates=includes,
+    )  # fmt: skip
+    batch = {"count": torch.tensor(COUNTS), "items": torch.arange(sum(COUNTS))}
+    flat = flatten(batch, BatchSpec(sequence={"items"}, rows_per_sample={"items": "count"}))
+    table = divisible_samples(cost, flat, flat, np.asarray(cost(flat)))
+    assert table is not None
+    found = Divisible.of_table(table)
+    assert found.samples.tolist() == [1]
+    assert found.first_items.tolist() == [context]
+    assert found.positions.tolist() == [context + 400 + (0 if includes else candidates)]
