@@ -98,7 +98,7 @@ class Table:
         admission_rows: Rows of the table that counts keys before they are admitted; 0 without admission.
         admission_threshold: Lookups after which a key is admitted, where there is admission.
         dist_type: How keys are routed to ranks. Tables that differ here never fuse.
-        group: Name of the module that owns the table. Tables of different modules never fuse.
+        group: Name of the module that owns the table; none is a name too. Tables of different modules never fuse.
         sharding: How the table is spread over the ranks; of several, the planner chooses one.
         column_shards: Number of column shards of a column_wise or grid_shard table, a divisor of dim; 0 lets the
             planner choose.

@@ -41,7 +41,7 @@ class PlanRequest:
     """Tables, machines and the step, in one.
 
     Attributes:
-        tables: The tables; may be empty.
+        tables: The tables; where there are none, the plan is empty too.
         topology: The machines.
         hardware: A profile, or the name of a built-in one.
         runtime: The library that will hold the tables.
