@@ -73,7 +73,7 @@ def samples_of_ranks(draw: st.DrawFn) -> list[RankSamples]:
         max_size=4,
     ),
 )
-def test_contributions_are_read_as_they_were_written(samples: list[RankSamples], more: list[dict[str, Any]]) -> None:
+def test_contributions_are_read_as_written(samples: list[RankSamples], more: list[dict[str, Any]]) -> None:
     written = [Contribution(samples=one, **rest) for one, rest in zip(samples, more, strict=False)]
     read = Contributions.of(written)
     joined = read.samples()
@@ -106,7 +106,7 @@ def test_contributions_are_read_as_they_were_written(samples: list[RankSamples],
 
 
 @given(samples_of_ranks(), st.booleans(), st.booleans(), st.none() | st.integers(0, 99))
-def test_directives_are_read_as_they_were_written(
+def test_directives_are_read_as_written(
     samples: list[RankSamples], spread: bool, last: bool, regrouped: int | None
 ) -> None:
     samples = [replace(one, divisible=None) for one in samples]
