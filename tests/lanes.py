@@ -45,7 +45,6 @@ EITHER = (
     "tests/trainer_client/attention/",
     "tests/trainer_client/balancing/sampling/",
     "tests/trainer_client/balancing/pipelines/",
-    "tests/trainer_client/balancing/test_unbalanced_rounds.py",
     "tests/trainer_client/balancing/test_rounds.py",
     "tests/trainer_client/observing/",
     "tests/trainer_client/planning/",
