@@ -232,6 +232,12 @@ def sharing(digest: int, *values: tuple[str, str]) -> Contribution:
     return one(shared=digest, extras=Extras(shared=values))
 
 
+def test_a_rank_without_samples_makes_no_floats_of_the_costs_of_others() -> None:
+    nothing = replace(one(count=0).samples, costs=np.zeros(0), lengths=np.zeros((0, 0)))
+    joined = Contributions.of([Contribution(samples=nothing), one()]).samples()
+    assert (joined.costs.dtype, joined.costs.tolist(), joined.lengths.tolist()) == (np.int64, [7], [[3]])
+
+
 def naming_users(count: int = 1) -> Contribution:
     samples = one(count=count).samples
     return one(count=count, samples=replace(samples, users=np.zeros(count, np.uint32)))
