@@ -20,7 +20,6 @@ def test_it_trains_saves_and_resumes_under_another_mode_and_number_of_ranks() ->
     assert len(asked[1]) == 3
     assert float(balances[1][3]) < 1.5
     loaded = re.search(r"^loaded ([\d,]+) rows into hash_roundrobin\(seed=3\) over 3 ranks$", shown, re.M)
-    assert loaded is not None
     # Both ranks looked some of the same keys up, so the table has fewer rows than were asked for, but no row was lost.
     rows = int(loaded[1].replace(",", ""))
     assert asked[0][0] / 2 <= rows <= asked[0][0]

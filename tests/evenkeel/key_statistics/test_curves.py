@@ -45,7 +45,7 @@ def _lru(steps: list[np.ndarray], size: int, begin: int) -> float:
 @pytest.mark.parametrize("name", ["sessions", "scan"])
 def test_a_trace_says_what_a_real_cache_missed(name: str) -> None:
     steps = list(TRACES[name](np.random.default_rng(3), STEPS, LOOKUPS))
-    sizes = np.array([3_000.0, 10_000.0, 25_000.0])
+    sizes = np.array([3_000.0, 25_000.0])
     found = miss_rates(_trace(steps), Eviction.LRU, sizes, STEPS // 2, STEPS)
     for size, rate in zip(sizes, found, strict=True):
         assert rate == pytest.approx(_lru(steps, int(size), STEPS // 2), abs=0.01)
@@ -94,7 +94,7 @@ def test_caches_in_sets_miss_more() -> None:
             for key in unique:
                 sets[own[key]][key] = None
                 sets[own[key]].move_to_end(key)
-            for each in sets:
+            for each in (sets[one] for one in {own[key] for key in unique}):
                 while len(each) > 32:
                     each.popitem(last=False)
         assert float(np.interp(size, sizes, found)) == pytest.approx(missed / total, abs=0.004)
@@ -209,7 +209,7 @@ def test_too_few_steps_are_refused() -> None:
 _KEYS = st.one_of(st.integers(-9, 9), st.integers(-(2**63), 2**63 - 1))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(st.lists(_KEYS, max_size=20), max_size=4))
 def test_keys_come_back_with_the_share_of_steps_that_looked_them_up(steps: list[list[int]]) -> None:
     keys, wanted = heavy_hitters(_trace([np.array(step, dtype=np.int64) for step in steps]))

@@ -43,7 +43,7 @@ def _run(
     return np.array(times), estimator
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize("num_ranks", [2, 16])
 @pytest.mark.parametrize("slow", [0.83, 0.5])
 @pytest.mark.parametrize("fixed", [0.0, 0.3])
 def test_a_slow_rank_gets_less_within_twenty_steps_and_all_of_it_back(
@@ -61,7 +61,7 @@ def test_a_slow_rank_gets_less_within_twenty_steps_and_all_of_it_back(
 @pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize("noise", [0.005, 0.04])
 def test_even_ranks_stay_even(num_ranks: int, noise: float) -> None:
-    times, _ = _run(num_ranks, 3000, noise=noise, seed=5)
+    times, _ = _run(num_ranks, 1000, noise=noise, seed=5)
     assert (times[:, 0] / times[:, 1]).mean() < 1.0005
 
 
@@ -167,14 +167,14 @@ def test_what_a_step_takes_besides_is_learned_anew_in_another_unit_of_cost() -> 
 
 def test_noise_hides_no_slow_rank_for_long_and_makes_none() -> None:
     changes, alarms = [], 0
-    for seed in range(8):
+    for seed in range(5):
         times, estimator = _run(2, 260, slow=0.83, between=(100, 200), noise=0.04, seed=seed)
         taken, least, equal = times.T
         gained = (equal - taken)[100:200] / (equal - least)[100:200]
         changes.append(int(np.argmax(gained >= 0.8)))
         assert np.median(gained[40:]) >= 0.8
         assert not estimator.learned
-        alarms += bool(_run(2, 1500, noise=0.04, seed=seed)[1].learned)
+        alarms += bool(_run(2, 600, noise=0.04, seed=seed)[1].learned)
     assert np.median(changes) <= 20
     assert max(changes) <= 45
     assert alarms == 0

@@ -61,15 +61,6 @@ def test_cuts_are_items_apart_and_keep_the_tail(sample: SpanCosts) -> None:
     assert first + step * count > last
 
 
-def test_many_samples_at_once() -> None:
-    samples = SpanCosts.of([3, 10, 0], per_position=[1, 2, 3], per_pair=1, fixed=[0, 5, 7])
-    assert samples.whole.tolist() == [3 + 6, 20 + 55 + 5, 7]
-    assert samples.of_spans([0, 4, 0], [2, 10, 0]).tolist() == [2 + 3, 12 + 45 + 5, 7]
-    assert samples.take([1, 0]).whole.tolist() == [80, 9]
-    assert samples.num_cuts.tolist() == [2, 9, 0]
-    assert len(samples) == 3
-
-
 def cuts_of(items: list[list[int]]) -> Cuts:
     """Cuts of samples of which each is told by the first items of its parts."""
     return Cuts(

@@ -105,7 +105,6 @@ def test_giants_are_shared_evenly_inside_a_node() -> None:
         counts="free",
     )  # fmt: skip
     assert isinstance(found, RoundPlan)
-    assert plan is not None
     even = spans.whole.sum() / 16
     assert plan.figures.split_samples == 2
     assert plan.figures.exchanged_between_nodes == 0

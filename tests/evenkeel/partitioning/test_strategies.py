@@ -52,12 +52,6 @@ def test_longest_first_matches_the_transcription(costs: list[int], num_ranks: in
         assert sorted(result.loads.tolist()) == sorted(loads)
 
 
-def test_a_faster_rank_gets_more() -> None:
-    result = partition(np.ones(30, np.int64), [0] * 30, 3, strategy="lpt", counts="free", speeds=[1.0, 2.0, 3.0])
-    assert result.loads.tolist() == [5, 10, 15]
-    assert result.imbalance == pytest.approx(1.0)
-
-
 @settings(max_examples=100)
 @given(st.integers(1, 9), st.integers(0, 10**6), st.sampled_from([3, 1000]))
 def test_the_assignment_is_the_heaviest(n: int, seed: int, distinct: int) -> None:
@@ -120,12 +114,6 @@ def test_the_bound_fills_the_rank_of_the_heaviest() -> None:
     assert sorted(result.loads.tolist()) == [12, 103]
     assert partition([100, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 1], 2, counts="free").lower_bound == 100.0
     assert partition([4, 1, 2, 3], [0, 0, 1, 1], 2, speeds=[1.0, 3.0], counts="free").lower_bound == 2.5
-
-
-def test_crowding_proves_what_the_mean_cannot() -> None:
-    """Five samples of ten on two ranks: one gets three."""
-    values = np.array([10, 10, 10, 10, 10, 0, 0, 0])
-    assert crowding_bound(values, ascending_order(values), 4, 2) == 30.0
 
 
 @pytest.mark.parametrize("counts", ["equal", "free"])

@@ -52,8 +52,6 @@ def test_batches_with_samples_in_parts_are_planned_as_without_users(num_steps: i
     }  # fmt: skip
     users = np.arange(steps.size) // 4 * 7 % 5
     without, plan = plan_of(call), plan_of({**call, "users": users})
-    assert plan.parts is not None
-    assert without.parts is not None
     assert (plan.parts.pieces == without.parts.pieces).all()
     of = np.cumsum(plan.parts.begins == 0) - 1
     for step, (figures, before) in enumerate(zip(plan.batches, without.batches, strict=True)):

@@ -31,7 +31,6 @@ def giants(num_ranks: int, num_steps: int, samples: int, cost: int = 10_000) -> 
 def test_giants_of_all_batches_meet_in_one(num_steps: int) -> None:
     call = giants(num_ranks=4, num_steps=num_steps, samples=8)
     plan, heavy = plan_of(call), call["costs"] == 10_000
-    assert plan.steps is not None
     assert len(set(plan.steps[heavy].tolist())) == 1
     assert len(set(plan.destinations[heavy].tolist())) == num_steps
     assert plan.loads_after.max(axis=1).sum() == 10_070 + (num_steps - 1) * 80  # and without meeting as often 10_070

@@ -70,11 +70,6 @@ def test_a_measured_curve_is_taken_as_it_is() -> None:
     assert keys.misses(np.array([0.0, 100.0, 300.0, 500.0, 1000.0])).tolist() == pytest.approx([1, 0.6, 0.4, 0.2, 0.2])
 
 
-def test_no_lookups_miss_nothing() -> None:
-    keys = step_keys(Zipf(), 10, 0.0, Eviction.LRU)
-    assert keys.unique == 0
-
-
 @pytest.mark.parametrize(
     ("build", "field"),
     [
@@ -102,12 +97,6 @@ def test_of_lookups_that_follow_each_other_as_many_differ_as_are_drawn(exponent:
     differ = unique_keys(popularity(Zipf(exponent=exponent), ROWS), LOOKUPS) / LOOKUPS
     curve = MissCurve(cache_fractions=(1.0,), miss_rates=(0.0,), unique_fraction=differ)
     assert different_share(curve, ROWS, float(LOOKUPS), among) == pytest.approx(share, rel=0.05)
-
-
-def test_of_no_more_than_one_lookup_all_differ() -> None:
-    assert different_share(Zipf(exponent=1.0), ROWS, float(LOOKUPS), 0.0) == 1.0
-    assert different_share(Zipf(exponent=1.0), ROWS, 0.5, 100.0) == 1.0
-    assert different_share(Zipf(exponent=10.0), 2, float(LOOKUPS), 1e9) == pytest.approx(2 / LOOKUPS, rel=0.6)
 
 
 @pytest.mark.parametrize(("ranks", "over_mean"), [(1, 1.0), (8, 1.5), (64, 6.3), (128, 11.7)])

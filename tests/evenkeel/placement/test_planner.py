@@ -36,7 +36,6 @@ def test_a_plan_keeps_its_budgets_and_adds_up(runtime: str) -> None:
     asked = request(random_tables(25, 3), hbm_gib=2.5, host_gib=200, runtime=runtime)
     found = plan(asked)
     assert found.status is Status.OPTIMAL
-    assert found.hbm.limit_bytes is not None
     assert found.hbm.used_bytes <= found.hbm.limit_bytes
     assert sum(p.hbm_bytes for p in found.placements) == found.hbm.used_bytes
     assert sum(p.host_bytes for p in found.placements) == found.host.used_bytes
@@ -53,17 +52,6 @@ def test_plans_and_requests_survive_json() -> None:
     found = plan(asked)
     assert decode(Plan, json.loads(json.dumps(encode(found)))) == found
     assert decode(PlanRequest, json.loads(json.dumps(encode(asked)))) == asked
-
-
-def test_no_tables_are_planned_at_no_cost() -> None:
-    found = plan(request((), hbm_gib=0))
-    assert (found.status, found.seconds, found.placements) == (Status.OPTIMAL, 0, ())
-
-
-def test_without_gpu_memory_everything_is_in_host_memory() -> None:
-    found = plan(request(random_tables(4, 1), hbm_gib=0))
-    assert {p.mode for p in found.placements} == {Mode.HOST_ONLY}
-    assert all(p.hbm_bytes == 0 for p in found.placements)
 
 
 def test_pins_and_exclusions_are_kept() -> None:
@@ -98,8 +86,6 @@ def test_tables_that_live_on_one_rank_are_placed_on_ranks(sharding: Sharding, hb
     asked = request(tables, hbm_gib=hbm_gib, runtime="torchrec", ranks=4, solver=SolverOptions(time_limit_s=4))
     found = plan(asked, clock=time.process_time)
     assert found.status in (Status.OPTIMAL, Status.FEASIBLE)
-    assert found.seconds is not None
-    assert found.gap is not None
     assert found.gap < 0.03
     loads = [0.0] * 4
     hbm = [0] * 4
@@ -108,17 +94,8 @@ def test_tables_that_live_on_one_rank_are_placed_on_ranks(sharding: Sharding, hb
         for rank in placement.ranks:
             loads[rank] += placement.seconds / shards if shards == 1 else placement.seconds
             hbm[rank] += placement.hbm_bytes
-    assert found.hbm.limit_bytes is not None
     assert max(hbm) <= found.hbm.limit_bytes
     assert max(loads) <= found.seconds * 1.001
-
-
-def test_data_parallel_and_row_wise_tables_go_together() -> None:
-    first, second = random_tables(2, 3)
-    tables = (replace(first, rows=1000, sharding=Sharding.DATA_PARALLEL), second)
-    found = plan(request(tables, hbm_gib=20, runtime="torchrec"))
-    assert found.placements[0].mode is Mode.HBM_ONLY
-    assert found.placements[0].ranks == ()
 
 
 def test_the_time_does_not_depend_on_the_order_of_the_tables() -> None:

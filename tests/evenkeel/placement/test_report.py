@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from evenkeel.placement import Mode, Plan, PlanRequest, Runtime, Sharding, plan
+from evenkeel.placement import Mode, Plan, PlanRequest, Runtime, Sharding, SolverOptions, plan
 from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
@@ -31,7 +31,8 @@ def _mixed(seed: int, ranks: int = 4) -> tuple[PlanRequest, Plan]:
         for index, table in enumerate(random_tables(10, seed))
         for kind in [_KINDS[index % len(_KINDS)]]
     )
-    asked = request(tables, hbm_gib=16, host_gib=800, ranks=ranks, runtime=Runtime.TORCHREC)
+    solver = SolverOptions(ratio_steps=4, gap=0.02)
+    asked = request(tables, hbm_gib=16, host_gib=800, ranks=ranks, runtime=Runtime.TORCHREC, solver=solver)
     asked = replace(asked, topology=replace(asked.topology, ranks_per_host=2))
     return asked, plan(asked)
 
@@ -42,7 +43,7 @@ def _report(asked: PlanRequest, found: Plan) -> Report:
     return report
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_ranks_and_hosts_add_up_to_the_plan(seed: int) -> None:
     asked, found = _mixed(seed)
     assert found.seconds is not None
@@ -60,10 +61,9 @@ def test_ranks_and_hosts_add_up_to_the_plan(seed: int) -> None:
     assert spread.max_over_mean == pytest.approx(found.seconds / mean)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("training", [True, False])
-def test_parts_of_a_table_add_up_to_its_time(seed: int, training: bool) -> None:
-    asked, _ = _mixed(seed)
+def test_parts_of_a_table_add_up_to_its_time(training: bool) -> None:
+    asked, _ = _mixed(0)
     asked = replace(asked, step=replace(asked.step, training=training))
     found = plan(asked)
     report = _report(asked, found)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,6 @@ from evenkeel.placement import (
 )
 from evenkeel.placement.layouts import ROW_WISE
 from evenkeel.placement.limits import Watch
-from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import Problem, build_problem
 from evenkeel.placement.program import solve_core
@@ -44,7 +44,7 @@ GRID = np.array([0.05, 0.3])
 
 
 @given(st.integers(0, 10_000_000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     asked = mixed_request(seed)
     try:
@@ -69,9 +69,9 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
 
 
 @given(st.integers(0, 10_000_000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_small_plans_are_the_best_where_mixing_modes_costs_time(seed: int) -> None:
-    asked = replace(mixed_request(seed), solver=SolverOptions(ratio_steps=4))
+    asked = replace(mixed_request(seed), solver=SolverOptions(ratio_steps=3))
     found = plan(asked, clock=time.process_time)
     best = brute_force(asked)
     if found.seconds is None or found.bound_seconds is None:
@@ -82,7 +82,7 @@ def test_small_plans_are_the_best_where_mixing_modes_costs_time(seed: int) -> No
 
 
 @given(st.integers(0, 10_000_000), st.integers(1, 8), st.floats(0.05, 0.9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_collections_that_cost_more_mixed_are_solved_to_the_gap(seed: int, groups: int, part: float) -> None:
     tables = [replace(t, group=f"g{i % groups}") for i, t in enumerate(random_tables(60, seed, pooled=True))]
     size = sum(table.rows * table.dim * 8 for table in tables) / 2**30
@@ -91,7 +91,6 @@ def test_collections_that_cost_more_mixed_are_solved_to_the_gap(seed: int, group
     found = plan(asked, clock=time.process_time)
     if found.seconds is not None:
         assert found.status is Status.OPTIMAL
-        assert found.gap is not None
         assert found.gap <= 0.005 * 1.001
 
 
@@ -110,7 +109,7 @@ def test_no_choice_is_missed_just_above_the_least_memory(seed: int, above: float
 
 
 @given(st.integers(0, 10_000_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_fewer_choices_never_beat_the_bound_of_more(seed: int) -> None:
     asked = replace(mixed_request(seed), solver=SolverOptions(ratio_steps=8))
     found = plan(asked, clock=time.process_time)
@@ -119,8 +118,6 @@ def test_fewer_choices_never_beat_the_bound_of_more(seed: int) -> None:
     except InvalidInputError:
         return
     if less.seconds is not None:
-        assert found.bound_seconds is not None
-        assert found.seconds is not None
         assert found.bound_seconds <= less.seconds * (1 + 1e-9)
         assert found.seconds <= less.seconds * (1 + 1e-7)
 
@@ -135,25 +132,28 @@ from tests.evenkeel.placement.instances import mixed_request, random_tables, req
 def asked(seed):
     if seed < 20:
         return replace(mixed_request(seed), solver=SolverOptions(ratio_steps=10))
-    tables = random_tables(4, seed, pooled=True, sharding=("row_wise", "table_wise", "column_wise"))
-    return request(tables, hbm_gib=2.2, host_gib=60, runtime="torchrec", solver=SolverOptions(ratio_steps=10))
+    tables = random_tables(3, seed, pooled=True, sharding=("row_wise", "table_wise", "column_wise"))
+    return request(tables, hbm_gib=2.2, host_gib=60, runtime="torchrec", ranks=4, solver=SolverOptions(ratio_steps=4))
 
-seeds = list(range(24))[:: int(sys.argv[1])]
-print(json.dumps(sorted([seed, encode(plan(asked(seed)))] for seed in seeds)))
+def answers(order):
+    return sorted([seed, encode(plan(asked(seed)))] for seed in [*range(10), 20][::order])
+
+if __name__ == "__main__":
+    print(json.dumps(answers(int(sys.argv[1]))))
 """
 
 
 def test_plans_are_the_same_in_every_process_whatever_was_planned_before() -> None:
-    answers = []
-    for seed, order in (("1", "1"), ("2", "-1")):
-        command = [sys.executable, "-c", SEVERAL_PLANS, order]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-        assert ran.returncode == 0, ran.stderr
-        answers.append(json.loads(ran.stdout))
-    assert answers[0] == answers[1]
-    statuses = [answer["status"] for _, answer in answers[0]]
-    assert statuses.count("OPTIMAL") >= 15, "others may hang on the time that they took"
+    here: dict[str, Any] = {}
+    exec(SEVERAL_PLANS, here)
+    command = [sys.executable, "-c", SEVERAL_PLANS, "-1"]
+    env = {**os.environ, "PYTHONHASHSEED": "1"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    answers = json.loads(ran.stdout)
+    assert json.loads(json.dumps(here["answers"](1))) == answers
+    statuses = [answer["status"] for _, answer in answers]
+    assert statuses.count("OPTIMAL") >= 7, "others may hang on the time that they took"
 
 
 def test_a_wide_table_that_is_not_cached_does_not_widen_the_cache() -> None:
@@ -168,8 +168,6 @@ def test_a_wide_table_that_is_not_cached_does_not_widen_the_cache() -> None:
     found = plan(asked)
     assert found.status is Status.OPTIMAL
     pinned = plan(replace(asked, tables=(replace(tables[0], modes=(Mode.HBM_ONLY,)), tables[1])))
-    assert found.seconds is not None
-    assert pinned.seconds is not None
     assert found.seconds <= pinned.seconds * (1 + 1e-9)
 
 
@@ -187,15 +185,6 @@ def test_a_plan_of_another_planner_shares_a_cache_table_wise_as_it_does_row_wise
         return plan(request(tuple(tables), hbm_gib=64, ranks=1, runtime="torchrec")).seconds
 
     assert seconds(Sharding.TABLE_WISE) == pytest.approx(seconds(Sharding.ROW_WISE))
-
-
-@pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
-def test_the_gap_of_many_tables_is_as_asked(runtime: str) -> None:
-    tables = tuple(replace(t, group=f"m{i % 3}") for i, t in enumerate(random_tables(120, 4)))
-    problem = build_problem(request(tables, hbm_gib=8, runtime=runtime), ratio_grid(120, 10))
-    found = solve(problem, Watch(30), gap=1e-3)
-    assert found.proved
-    assert 0 <= found.cost - found.bound <= 1.0001e-3 * found.cost
 
 
 def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
@@ -297,11 +286,10 @@ def test_small_requests_keep_their_time_limit_and_take_little_memory() -> None:
 
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
 def test_trivial_plans_are_never_faster(runtime: str) -> None:
-    for seed in range(6):
+    for seed in range(3):
         found = plan(request(random_tables(8, seed), hbm_gib=2.6, runtime=runtime))
         names = [known.name for known in found.trivial]
         assert names == ["all in HBM", "all in host memory", "all cached alike", "by lookups per byte"]
-        assert found.seconds is not None
         assert all(k.seconds is None or found.seconds <= k.seconds * (1 + 1e-9) for k in found.trivial)
         assert any(k.seconds is not None for k in found.trivial)
 
@@ -314,7 +302,7 @@ def test_trivial_plans_need_no_time(pooled: bool, host_gib: float) -> None:
 
 
 def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
-    asked = request(random_tables(12, 8), hbm_gib=3, runtime="torchrec")
+    asked = request(random_tables(6, 8), hbm_gib=2.5, runtime="torchrec")
     free = plan(asked)
     assert free.step_seconds is None
     assert free.host_seconds is not None
@@ -323,7 +311,6 @@ def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
     assert long.step_seconds == pytest.approx(1.0 + free.seconds)
     assert long.seconds == pytest.approx(free.seconds)
     short = plan(replace(asked, step=replace(asked.step, dense_ms=0.0)))
-    assert short.step_seconds is not None
     assert short.host_seconds is not None
     assert short.seconds is not None
     assert short.step_seconds == pytest.approx(max(short.host_seconds, short.seconds))
@@ -337,9 +324,7 @@ def test_a_shortest_step_is_proved_and_no_trivial_one_is_shorter(count: int, hbm
     asked = replace(asked, step=replace(asked.step, dense_ms=1e-4))
     found = plan(asked)
     assert (found.status, found.gap) == (Status.OPTIMAL, 0)
-    assert found.step_seconds is not None
     for trivial in trivial_plans(asked).values():
-        assert trivial.step_seconds is not None
         assert found.step_seconds <= trivial.step_seconds * (1 + 1e-9)
 
 
@@ -370,7 +355,5 @@ def test_row_wise_plans_never_get_slower(
     )
     if small.seconds is not None:
         assert small.status is Status.OPTIMAL
-        assert large.seconds is not None
         assert large.seconds <= small.seconds * (1 + 1e-9)
-        assert large.bound_seconds is not None
         assert large.bound_seconds <= small.seconds * (1 + 1e-9)

@@ -75,9 +75,7 @@ def test_no_plan_is_slower_than_all_tables_cut_over_all_ranks(seed: int) -> None
     drawn = random_tables(6, seed, pooled=False, sharding=(Sharding.TABLE_WISE, Sharding.COLUMN_WISE))
     hot = tuple(replace(t, dim=512, ids_per_sample=300.0 if n < 3 else 1.0) for n, t in enumerate(drawn))
     cut = tuple(replace(table, sharding=Sharding.COLUMN_WISE, column_shards=8) for table in hot)
-    found, simple = (plan(ask(each, 60, ranks=8, local=8, time_limit_s=5)).seconds for each in (hot, cut))
-    assert found is not None
-    assert simple is not None
+    found, simple = (plan(ask(each, 60, ranks=8, local=8, time_limit_s=2)).seconds for each in (hot, cut))
     assert found <= simple * (1 + 1e-9)
 
 
@@ -100,8 +98,6 @@ def test_small_models_get_the_best_of_all_plans(seed: int, part: float, host_gib
         assert found.status in (Status.INFEASIBLE, Status.UNKNOWN)
         return
     assert found.status is not Status.INFEASIBLE
-    assert found.seconds is not None
-    assert found.bound_seconds is not None
     assert found.bound_seconds <= best * (1 + 1e-9)
     assert best * (1 - 1e-9) <= found.seconds <= best * (1.0002 if found.status is Status.OPTIMAL else 1.15)
 
@@ -122,7 +118,6 @@ def test_nothing_fits_below_what_is_called_the_least(seed: int, part: float, hos
     if found.status is not Status.INFEASIBLE:
         return
     short = found.shortage
-    assert short is not None
 
     def given(**sizes: int) -> PlanRequest:
         return replace(request, topology=replace(request.topology, **sizes))
@@ -147,9 +142,6 @@ def test_tables_of_which_only_larger_shards_would_do_are_in_the_proof() -> None:
     tables = tuple(replace(table, name=f"t{index}", sharding=kinds) for index in range(5))
     asked = ask(tables, 2.1, 16, 8, time_limit_s=6)
     short = plan(asked).shortage
-    assert short is not None
-    assert short.least_hbm_bytes is not None
-    assert short.smallest_hbm_bytes is not None
     assert short.least_hbm_bytes <= 2.23 * 2**30, "at which all tables are on single ranks"
     for size in (2.23 * 2**30, short.smallest_hbm_bytes):
         enough = replace(asked, topology=replace(asked.topology, hbm_bytes=int(size)))
@@ -163,7 +155,6 @@ def test_a_model_of_26_tables_is_near_a_bound() -> None:
     size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
     request = ask(tables, 2 + 1.2 * size / 8, 8, 8, ratio_steps=0, time_limit_s=3)
     found = plan(request, clock=time.process_time)
-    assert found.gap is not None
     assert found.gap < 0.03  # of kernels alone
     seconds, hbm = slowest_rank(request, found)
     assert seconds == pytest.approx(found.seconds)
@@ -174,9 +165,6 @@ def test_smallest_memory_for_whole_tables_is_near_what_is_proved() -> None:
     tables = random_tables(9, 1, pooled=True, sharding=Sharding.TABLE_WISE, modes=(Mode.HBM_ONLY,))
     asked = ask(tables, 2.5, time_limit_s=10)
     short = plan(asked, clock=time.process_time).shortage
-    assert short is not None
-    assert short.smallest_hbm_bytes is not None
-    assert short.least_hbm_bytes is not None
     assert short.least_hbm_bytes <= short.smallest_hbm_bytes <= 1.02 * short.least_hbm_bytes
     enough = replace(asked, topology=replace(asked.topology, hbm_bytes=short.smallest_hbm_bytes))
     assert plan(enough, clock=time.process_time).seconds is not None
@@ -238,7 +226,7 @@ def test_widths_that_a_runtime_refuses_are_refused() -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 5_000), st.lists(st.floats(0.2, 1.2), min_size=2, max_size=2))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_more_memory_and_more_choices_give_no_slower_plan(count: int, seed: int, parts: list[float]) -> None:
     tables = random_tables(count, seed, pooled=True, sharding=ALL)
     size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
@@ -252,8 +240,6 @@ def test_more_memory_and_more_choices_give_no_slower_plan(count: int, seed: int,
     ]
     for other in (small, *others):
         if other.seconds is not None:
-            assert large.seconds is not None
-            assert large.bound_seconds is not None
             assert large.bound_seconds <= other.seconds * (1 + 1e-9)
             assert large.seconds <= other.seconds * (1.0003 if large.status is Status.OPTIMAL else 1.01)
 
@@ -332,6 +318,4 @@ def test_a_plan_is_no_slower_than_one_of_the_same_layouts() -> None:
     found = plan(asked, clock=time.process_time)
     pinned = tuple(replace(each, sharding=p.sharding) for each, p in zip(tables, found.placements, strict=True))
     alike = plan(replace(asked, tables=pinned), clock=time.process_time)
-    assert found.seconds is not None
-    assert alike.seconds is not None
     assert found.seconds <= alike.seconds * (1 + 1e-9)

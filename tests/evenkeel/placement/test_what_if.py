@@ -27,7 +27,6 @@ def test_what_if_is_a_falling_curve_through_the_plan() -> None:
     times = [p.seconds for p in answer.curve if p.seconds is not None]
     assert len(times) > 5
     assert times == sorted(times, reverse=True)
-    assert answer.next_hbm_gib_saves_seconds is not None
     assert answer.next_hbm_gib_saves_seconds > 0
     values = [value.seconds_per_gib for value in answer.tables]
     assert values == sorted(values, reverse=True)
@@ -42,8 +41,6 @@ def test_curve_and_savings_beside_a_dense_part_are_those_of_such_plans(runtime: 
     answer = what_if(asked, hbm_bytes=(3 << 30, 4 << 30))
     now, then = (point.seconds for point in answer.curve)
     assert now == pytest.approx(answer.plan.seconds)
-    assert now is not None
-    assert then is not None
     assert answer.next_hbm_gib_saves_seconds == pytest.approx(now - then, abs=0.02 * now)  # curves have other ratios
 
 
@@ -61,26 +58,20 @@ def test_what_if_is_a_falling_curve_over_the_memory_of_a_host_too() -> None:
     assert times[0] != times[-1]
     for point in answer.host_curve:
         alone = plan(replace(asked, topology=replace(asked.topology, host_bytes=point.host_bytes)))
-        assert alone.seconds is not None
-        assert point.seconds is not None
         assert alone.seconds <= point.seconds * 1.002
     boundless = plan(replace(asked, topology=replace(asked.topology, host_bytes=None)))
     assert boundless.seconds == pytest.approx(times[-1], rel=2e-3)
 
 
 def test_a_curve_over_shards_on_ranks_is_one_of_plans() -> None:
-    tables = random_tables(5, 5, pooled=True, sharding=(Sharding.TABLE_WISE, Sharding.ROW_WISE))
-    asked = request(tables, hbm_gib=4, runtime="torchrec", ranks=4, solver=SolverOptions(ratio_steps=5))
-    answer = what_if(asked, hbm_bytes=tuple(gib << 30 for gib in (3, 4, 8)), clock=time.process_time)
+    tables = random_tables(4, 5, pooled=True, sharding=(Sharding.TABLE_WISE, Sharding.ROW_WISE))
+    asked = request(tables, hbm_gib=4, runtime="torchrec", ranks=4, solver=SolverOptions(ratio_steps=3))
+    answer = what_if(asked, hbm_bytes=tuple(gib << 30 for gib in (3, 8)), clock=time.process_time)
     for point in answer.curve:
         there = replace(asked, topology=replace(asked.topology, hbm_bytes=point.hbm_bytes))
         own = plan(there, clock=time.process_time)
-        assert own.bound_seconds is not None
-        assert point.seconds is not None
         assert point.seconds >= own.bound_seconds * (1 - 1e-9)
         assert point.seconds == pytest.approx(own.seconds, rel=0.01)
-    assert answer.plan.seconds is not None
-    assert answer.next_hbm_gib_saves_seconds is not None
     assert answer.next_hbm_gib_saves_seconds <= answer.plan.seconds - own.bound_seconds + 1e-9
 
 
@@ -101,8 +92,6 @@ def test_the_next_gib_saves_what_planning_again_with_it_saves(sharding: Sharding
     asked = PlanRequest(tables=(table,), topology=topology, runtime=Runtime.TORCHREC, step=Step(samples_per_rank=64))
     more = replace(asked, topology=replace(topology, hbm_bytes=least + 2**30))
     now, then = plan(asked).seconds, plan(more).seconds
-    assert now is not None
-    assert then is not None
     assert then < 0.6 * now
     answer = what_if(asked, points=0)
     assert answer.next_hbm_gib_saves_seconds == pytest.approx(now - then)
@@ -111,9 +100,9 @@ def test_the_next_gib_saves_what_planning_again_with_it_saves(sharding: Sharding
 
 
 def test_many_sizes_keep_the_time_limit_and_the_plan_is_answered_whatever_it_is() -> None:
-    for limit in (1.0, 2.0):  # to price the tables takes 0.2 to 0.5 s
-        asked = request(random_tables(50, 1), hbm_gib=4, host_gib=400, solver=SolverOptions(time_limit_s=limit))
-        begin = time.process_time()
-        answer = what_if(asked, points=256, host_points=256, clock=time.process_time)
-        assert time.process_time() - begin < limit + 1
-        assert answer.plan.seconds is not None
+    limit = 1.5  # to price the tables takes 0.2 to 0.5 s
+    asked = request(random_tables(50, 1), hbm_gib=4, host_gib=400, solver=SolverOptions(time_limit_s=limit))
+    begin = time.process_time()
+    answer = what_if(asked, points=256, host_points=256, clock=time.process_time)
+    assert time.process_time() - begin < limit + 1
+    assert answer.plan.seconds is not None

@@ -40,30 +40,23 @@ def test_killed_it_goes_on(program: str, tmp_path: Path) -> None:
         assert [users(other, epoch) for epoch in range(2)] == [list(range(96))] * 2
 
 
-@pytest.mark.parametrize(("program", "window"), [("ddp", 4), ("lightning_loop", 1)])
-def test_preempted_it_goes_on_with_other_ranks(program: str, window: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "window", "code"), [("ddp", 4, 128 + signal.SIGTERM), ("lightning_loop", 1, 0)])
+def test_one_rank_is_preempted_all_stop_after_the_same_step_and_others_go_on(
+    program: str, window: int, code: int, tmp_path: Path
+) -> None:
     arguments = ("--users", "96", "--save-every", "1000", "--window", str(window))
     stopped = Job(program, 2, tmp_path, *arguments, "--pause", "0.05")
     stopped.until(3)
     asked = time.monotonic()
-    stopped.send(signal.SIGTERM)
-    stopped.codes()
+    stopped.ranks[1].send_signal(signal.SIGTERM)
+    assert stopped.codes() == [code] * 2, stopped.output()
     assert time.monotonic() - asked < 25
     (saved,) = map(step_of, tmp_path.glob("step*"))
     assert saved >= 3
+    assert [line["rank"] for line in ledger(tmp_path) if line["step"] >= saved] == [0, 1]
     Job(program, 3, tmp_path, *arguments).ended()
     assert min(line["step"] for line in ledger(tmp_path) if line["rank"] == 2) == saved + 1
     assert [users(tmp_path, epoch) for epoch in range(2)] == [list(range(96))] * 2
-
-
-@pytest.mark.parametrize(("program", "code"), [("ddp", 128 + signal.SIGTERM), ("lightning_loop", 0)])
-def test_one_rank_is_preempted_and_all_stop_after_the_same_step(program: str, code: int, tmp_path: Path) -> None:
-    stopped = Job(program, 2, tmp_path, *SMALL, "--pause", "0.05")
-    stopped.until(3)
-    stopped.ranks[1].send_signal(signal.SIGTERM)
-    assert stopped.codes() == [code] * 2, stopped.output()
-    saved = max(map(step_of, tmp_path.glob("step*")))
-    assert [line["rank"] for line in ledger(tmp_path) if line["step"] >= saved] == [0, 1]
 
 
 def step_of(path: Path) -> int:
