@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from evenkeel.partitioning import PartitionError, partition
+from evenkeel.partitioning import partition
 from evenkeel.partitioning.karmarkar_karp import difference
 from evenkeel.partitioning.matching import EXACT, heaviest_assignment
 from evenkeel.partitioning.problem import ascending_order, crowding_bound
@@ -114,17 +114,6 @@ def test_the_bound_fills_the_rank_of_the_heaviest() -> None:
     assert sorted(result.loads.tolist()) == [12, 103]
     assert partition([100, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 1], 2, counts="free").lower_bound == 100.0
     assert partition([4, 1, 2, 3], [0, 0, 1, 1], 2, speeds=[1.0, 3.0], counts="free").lower_bound == 2.5
-
-
-@pytest.mark.parametrize("counts", ["equal", "free"])
-def test_caps_are_kept_where_memory_is_not_cost(counts: str) -> None:
-    rng = np.random.default_rng(1)
-    costs, homes, memory = rng.integers(1, 100, 256), np.repeat(np.arange(8), 32), rng.integers(1, 100, 256)
-    caps = np.full(8, np.ceil(memory.sum() / 8 * 1.02))
-    found = partition(costs, homes, 8, strategy="plain", counts=counts, memory=memory, memory_caps=caps)
-    assert (np.bincount(found.destinations, memory) <= caps).all()
-    with pytest.raises(PartitionError, match="raise memory_caps"):
-        partition([1, 1, 1], [0, 1, 1], 2, strategy="plain", memory=[3, 3, 3], memory_caps=[5, 5])
 
 
 @pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not to be compiled")  # type: ignore[attr-defined]
