@@ -233,7 +233,7 @@ def sharing(digest: int, *values: tuple[str, str]) -> Contribution:
 
 
 def test_a_rank_without_samples_makes_no_floats_of_the_costs_of_others() -> None:
-    nothing = replace(one(count=0).samples, costs=np.zeros(0), lengths=np.zeros((0, 0)))
+    nothing = replace(one(count=0).samples, costs=np.zeros(0), lengths=np.zeros((0, 3)))
     joined = Contributions.of([Contribution(samples=nothing), one()]).samples()
     assert (joined.costs.dtype, joined.costs.tolist(), joined.lengths.tolist()) == (np.int64, [7], [[3]])
 
