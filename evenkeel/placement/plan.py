@@ -11,8 +11,8 @@ from evenkeel.placement.model import Mode, Runtime, Sharding
 class Status(StrEnum):
     """Outcome of planning.
 
-    `OPTIMAL` is proved within the gap that was asked for; `FEASIBLE` is the best found when the time was up, with
-    its gap; `UNKNOWN` means that the time was up before anything was found or excluded.
+    `OPTIMAL` is proved within the gap that was asked for; `FEASIBLE` is the best found, with a larger gap, as the
+    time was up or the bound is no better; `UNKNOWN` means that the time was up before anything was found or excluded.
     """
 
     OPTIMAL = "OPTIMAL"

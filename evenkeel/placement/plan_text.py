@@ -78,7 +78,7 @@ def _plan_parts(plan: Plan) -> Iterable[RenderableType]:
             f"{p.seconds_per_gib * 1e6:.3g}" if p.seconds_per_gib else "",
         )
     yield out
-    gap = "proved optimal" if plan.gap == 0 else f"within {plan.gap:.2%} of the best possible"
+    gap = "proved optimal" if plan.gap == 0 else f"within {100 * plan.gap:.2g} % of the best possible"
     yield Text(f"{plan.status.value}: {gap}; {len(plan.modules)} fused module{'s' * (len(plan.modules) != 1)}")
     room = f" beside {plan.workspace_bytes / _GIB:.2f} GiB of workspace" if plan.workspace_bytes else ""
     for name, budget, beside in (("HBM of the fullest rank", plan.hbm, room), ("memory of a host", plan.host, "")):

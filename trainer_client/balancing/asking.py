@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "evenkeel.balancer.v2.BalancerService"
 GRACE = 2e-3
-"""Seconds for which a wanted batch waits for an answer that is on its way, or as long as planning here takes."""
+"""Seconds for which a wanted batch waits for an answer that is on its way, unless planning here takes longer."""
 MOST_MISSES = 3
 """Calls in a row that ended without an answer, after which the service is asked now and then only."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 REQUIRED_SECONDS = 30.0
 """How long `BalanceOptions.require_service` waits for a service that may be starting too."""
+_NO_MORE = 1 << 62  # what is wanted once no rounds come
 # Of this round: they say nothing against the service.
 _REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED")
-_NO_MORE = 1 << 62  # what is wanted once no rounds come
 _LASTING = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", *_REFUSALS)
 _MOST_LOGGED = 100  # troubles, each once
 _OPTIONS = [
@@ -112,7 +112,7 @@ class Asker(Stage):
         self._changed = threading.Condition()
         self._wanted = -1
         self._late = 0  # calls under way that the lead has not waited for
-        self._latest: Round | None = None  # that was asked for
+        self._latest: Round | None = None  # that was asked for; when the next one finishes, it has its plan
         self._channel: Any = None
         self._logged: set[str] = set()
         self._trouble = ""
@@ -150,7 +150,7 @@ class Asker(Stage):
             round_.reason = self._missed("UNAUTHENTICATED", str(error))
             return
         call.add_done_callback(self._wake)
-        round_.call = call
+        round_.call, round_.asked = call, time.perf_counter()
 
     def finish(self, round_: Round) -> None:
         """Takes the service's plan, if it is there before the lead's loop wants the batch, or just after."""
@@ -172,7 +172,9 @@ class Asker(Stage):
 
         def take(data: bytes) -> None:
             assert round_.samples is not None
-            round_.plan = read_response(data, round_.samples)
+            plan = read_response(data, round_.samples)
+            # It cannot have taken longer, whatever it says: the next round may wait for as long.
+            round_.plan = replace(plan, seconds=min(plan.seconds, time.perf_counter() - round_.asked))
             round_.decision = replace(round_.decision, mode=Mode.SERVICE)
 
         round_.reason = self._hear(call, take)

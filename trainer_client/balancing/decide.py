@@ -28,9 +28,7 @@ class Decision:
     problem: str = ""  # with `Reason.LEFT`, what made it leave; with `Reason.INVALID_COSTS`, what is wrong with them
     batches: tuple[int, ...] | None = None  # of the round, that are trained; None: all
     last: bool = False  # the pass ends with this round
-    done: int = (
-        0  # first batches of the round, up to the last that was trained before the state that the ranks go on from
-    )
+    done: int = 0  # first batches of the round, which were trained before the state that the ranks go on from
     error: Exception | None = field(default=None, compare=False)  # which all ranks raise, and which ends the pass
 
     @property

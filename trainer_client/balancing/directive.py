@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,7 +203,7 @@ def read_directive(
                 rank=rank, destinations=destinations if steps is None else destinations[steps == batch],
                 sources=sources[begin:end], source_counts=counts[begin:end], source_totals=totals[begin:end],
             )
-            for batch, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+            for batch, (begin, end) in enumerate(pairwise([0, *ends]))
         )  # fmt: skip
         plan = RankPlan(steps=steps, slices=slices, figures=figures)
         if extras.pieces is not None:

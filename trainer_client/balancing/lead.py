@@ -46,6 +46,7 @@ class Round:
     template: FlatBatch | None = None  # of its batches; None: no rank has samples
     plain: bool = False  # it is planned by a plain heuristic, without kernels
     call: Any = None  # of the service, under way
+    asked: float = 0.0  # when that began, `time.perf_counter` seconds
     reason: Reason = Reason.NO_SERVICE  # why the lead plans
     plan: RoundPlan | None = None
     slices: Slices | None = None
@@ -53,6 +54,11 @@ class Round:
     loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) as trained
     step_seconds: float = 0.0  # median of a step's computation, for people to see
     extras: Extras = field(default_factory=Extras)
+
+    def abandon(self) -> None:
+        """It does not take place, as its pass is over: nobody waits for its plan."""
+        if self.call is not None:
+            self.call.cancel()
 
 
 class Stage:
@@ -93,17 +99,24 @@ class Templates:
         """The empty batch of a round, of the jagged fields that the stream began with; None: no rank has samples."""
         for extras in contributions.extras.values():
             if extras.template is not None:
-                if len(self._by_number) >= _MOST_SCHEMAS:
-                    del self._by_number[next(iter(self._by_number))]
-                self._by_number[schema_number(extras.template.schema)] = extras.template
+                self._keep(extras.template)
         if not (number := contributions.schema):
             return None
         template = self._by_number[number]
+        self._keep(template)
         self._first = template if self._first is None else self._first
         if template.structure.columns != self._first.structure.columns:
             difference = self._first.schema.diff(template.schema, own="the first", others="this one")
             raise SchemaMismatchError(f"{self._name!r} began with batches of other fields: {difference}; {NAMES}")
         return template
+
+    def _keep(self, template: FlatBatch) -> None:
+        """The latest is forgotten last: a rank that sends none means that of a round shortly before."""
+        number = schema_number(template.schema)
+        self._by_number.pop(number, None)
+        self._by_number[number] = template
+        if len(self._by_number) > _MOST_SCHEMAS:
+            del self._by_number[next(iter(self._by_number))]
 
 
 class Lead:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
 
 from evenkeel.partitioning.problem import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range
 from evenkeel.partitioning.registry import STRATEGIES
@@ -98,7 +100,7 @@ class BalanceOptions:
             values = getattr(self, name)
             if values is None:
                 continue
-            if not isinstance(values, Iterable) or not all(map(_is_real, values)):
+            if not isinstance(values, Sequence | np.ndarray) or not all(map(_is_real, values)):
                 raise ValueError(f"{name} is {values!r}; give a list of one number for each rank")
             for rank, value in enumerate(values):
                 if not allowed.holds(value):
@@ -117,8 +119,8 @@ class BalanceOptions:
 
     @property
     def needs_kernels(self) -> bool:
-        """Whether no round may be planned by the plain heuristic, which looks at no cap and at no `min_samples`."""
-        return self.memory_caps is not None or self.min_samples > 0
+        """Whether no round may be planned by the plain heuristic, which finds no plan where memory caps are tight."""
+        return self.memory_caps is not None
 
     @property
     def patience(self) -> float:

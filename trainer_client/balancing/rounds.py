@@ -336,8 +336,8 @@ class SharedRounds(Rounds):
                 if ticket.number >= 0 and self.clock.takes_place(ticket.number):
                     self._receive(ticket, round_)
                     continue
-                if round_ is not None and round_.call is not None:
-                    round_.call.cancel()
+                if round_ is not None:
+                    round_.abandon()
                 self._settle(ticket, Directive(decision=self._end), took_place=False)
             except BaseException as error:
                 self.fail(error)

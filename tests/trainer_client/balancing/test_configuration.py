@@ -186,6 +186,8 @@ def test_an_installed_package_adds_names(tmp_path: Path) -> None:
         ("group_timeout", timedelta(seconds=-1), ""),
         ("memory_caps", 5, "give a list of one number for each rank"),
         ("speeds", [1.0, "x"], ""),
+        ("speeds", {1.0, 0.5}, "give a list"),
+        ("speeds", (1.0 for _ in range(2)), "give a list"),
         ("speeds", [1.0, float("inf")], r"speeds\[1\] is inf; use numbers from 1e-06 to 1e\+06"),
         ("speeds", [0.0, 1.0], r"speeds\[0\] is 0"),
         ("speeds", [1.0, 1e7], r"speeds\[1\] is 1"),

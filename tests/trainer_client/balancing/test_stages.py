@@ -16,7 +16,7 @@ from trainer_client.balancing.asking import FIRST_PAUSE, Breaker
 from trainer_client.balancing.batches import flatten
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, schema_number
 from trainer_client.balancing.directive import Directive, read_directive
-from trainer_client.balancing.lead import Lead, Planning, Round, Stage
+from trainer_client.balancing.lead import Lead, Planning, Round, Stage, Templates
 from trainer_client.balancing.options import StreamConfig
 from trainer_client.balancing.report import Mode, Reason
 from trainer_client.balancing.stages import make_lead
@@ -46,6 +46,17 @@ def directives(one: Lead, number: int = 0, seconds: float = 0.0) -> list[Directi
     given = contributions(seconds)
     table = one.directives(one.begin(number, Contributions.of(given)))
     return [read_directive(table[rank], number=number, rank=rank, samples=given[rank].samples) for rank in range(RANKS)]
+
+
+def test_a_schema_that_came_shortly_before_is_known_however_many_there_are() -> None:
+    templates = Templates("train", TEMPLATE)
+    for width, sent in [*((width, True) for width in (*range(1, 65), 2, 65)), (2, False)]:
+        one = flatten({"id": torch.zeros(2, width)}).empty()
+        extras = Extras(template=one if sent else None)  # a rank sends none if its latest batch had the same
+        given = [replace(each, schema=schema_number(one.schema), extras=extras) for each in contributions()]
+        template = templates.of_round(Contributions.of(given))
+        assert template is not None
+        assert template.schema.hash == one.schema.hash
 
 
 @pytest.mark.parametrize("moment", ["begin", "finish"])

@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.batches.flat import coming
 from trainer_client.balancing.batches.paths import find_lengths
-from trainer_client.balancing.costs.base import SampleCost
+from trainer_client.balancing.costs.base import SampleCost, check_sources
 from trainer_client.balancing.costs.fitting import Fit, FitOptions
 from trainer_client.balancing.costs.sequences import num_fields
+from trainer_client.checks import check_whole
 
 
 class Terms(Protocol):
-    """Numbers per sample that the time of a batch is a weighted sum of."""
+    """Numbers per sample that the time of a batch is a weighted sum of.
+
+    With a method `spans(batch, coefficients)` as of `SequenceTerms`, samples can be split.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,6 +51,10 @@ class SequenceTerms:
     history: str | Sequence[str]
     candidates: str | Sequence[str] | None = None
     context: int = 0
+
+    def __post_init__(self) -> None:
+        check_sources(self, needed=("history",) if self.candidates is None else ("history", "candidates"))
+        check_whole(self, context=0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,7 +161,8 @@ class LearnedCost(SampleCost):
         if self.fit is None and self._prior is not None:
             spans = getattr(self._prior, "spans", None)
             return None if spans is None else spans(batch)
-        return self.terms.spans(batch, self._coefficients) if isinstance(self.terms, SequenceTerms) else None
+        spans = getattr(self.terms, "spans", None)
+        return None if spans is None else spans(batch, self._coefficients)
 
     @property
     def _coefficients(self) -> NDArray[np.float64]:

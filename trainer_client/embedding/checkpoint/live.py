@@ -52,11 +52,11 @@ def _raised_by_all(collection: RoutedEmbeddingCollection, path: Path | str) -> I
     problem: Exception | None = None
     try:
         yield
-    except (CheckpointError, OSError) as error:
+    except Exception as error:
         problem = error
-    except ValueError as error:  # a table that cannot hold its keys says only which
-        problem = CheckpointError(f"{path}: {error}")
-        problem.__cause__ = error
+        if isinstance(error, ValueError) and not isinstance(error, CheckpointError):
+            problem = CheckpointError(f"{path}: {error}")  # a table that cannot hold its keys says only which
+            problem.__cause__ = error
     failed = [other for other in _gather(problem, collection) if other is not None]
     if problem is not None or failed:
         raise problem or failed[0]
@@ -177,6 +177,12 @@ def _fitting(
             f"table {table.name}: it holds keys already, and its storage {type(part).__name__} has no "
             "reset_parameters() that would make it forget them; load into a newly made collection"
         )
+    fullest = saved.rows[collection.rank] if same else -(-sum(saved.rows) // collection.world_size)
+    if fullest > (room := part.weight.shape[0]):
+        raise CheckpointError(
+            f"{where}: table {table.name} has {sum(saved.rows)} rows, of which a rank gets {fullest} or more, and it "
+            f"has room for {room}; raise its capacity"
+        )
     optimizer, layout = optimizer_of(optimizers, part.weight, table.name), None
     if optimizer is not None:
         layout = Layout.of(optimizer, part.weight, table.name, record)
@@ -235,7 +241,8 @@ def load(
 
     Raises:
         CheckpointError: If the checkpoint does not fit any of them or lacks the optimizer's state, before anything is
-            changed, or if it turns out to be damaged; the collection must not be used then. On all ranks.
+            changed; or if it turns out to be damaged, or a rank to get more than its even share and than it has room
+            for: the collection must not be used then. On all ranks.
         RoutingMismatchError: If the routing differs and `convert` is off.
     """
     with _raised_by_all(collection, path):

@@ -3,17 +3,16 @@
 With `W` ranks, key `k` read as an unsigned 64-bit number (int32 keys are sign-extended, so a key has one owner
 whatever the dtype that carries it) and `blk` the feature's block size, `ceil(rows / W)`:
 
-================== =========================================== =========================================
-mode               owner                                       index sent to the owner
-================== =========================================== =========================================
-`continuous`     `k // blk` if `k < blk * W` else `k % W`  `k % blk` in range, else `k // W`
-`roundrobin`     `k % W`                                   `k`
-`hash_roundrobin` `fmix64(k ^ fmix64(seed)) % W`            `k`
-================== =========================================== =========================================
+================= ======================================= ==================================
+routing           owner                                   index sent to the owner
+================= ======================================= ==================================
+`continuous`      `k // blk` if `k < blk * W` else `k % W`  `k % blk` in range, else `k // W`
+`roundrobin`      `k % W`                                 `k`
+`hash_roundrobin` `fmix64(k ^ fmix64(seed)) % W`          `k`
+================= ======================================= ==================================
 
 `fmix64` is the finaliser of MurmurHash3's 64-bit variant (Austin Appleby, public domain). `fmix64(0)` is 0, so
 seed 0 is the plain hash.
-
 """
 
 from collections.abc import Sequence
@@ -123,7 +122,7 @@ def as_routing(routing: RoutingLike) -> Routing:
 
 
 def as_routings(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[Routing, ...]:
-    """Modes of a batch's features: one for all of them, or one each."""
+    """Routings of a batch's features: one for all of them, or one each."""
     if isinstance(routing, str | Routing):
         return (as_routing(routing),)
     return tuple(as_routing(item) for item in routing)

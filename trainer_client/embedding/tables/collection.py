@@ -88,6 +88,8 @@ class RoutedEmbeddingCollection(RankLocal):
         make_table: TableFactory = default_table,
     ) -> None:
         super().__init__()
+        if not tables:
+            raise ValueError("tables is empty; give at least one RoutedTable")
         for kind, names in (
             ("table", [table.name for table in tables]),
             ("feature", [feature for table in tables for feature in table.features]),

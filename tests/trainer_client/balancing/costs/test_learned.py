@@ -184,6 +184,8 @@ def test_a_timer_tells_what_each_batch_held() -> None:
         (lambda: FitOptions(upper=(1.0, float("nan"))), "upper is .* use milliseconds above 0"),
         (lambda: LearnedCost(TERMS, options=FitOptions(upper=(1.0,))), "upper has 1 bounds; give one for each of samp"),
         (lambda: LearnedCost(OtherTerms()), "prior is None; give the cost until"),
+        (lambda: SequenceTerms(history=3), "history is 3; name at least one field"),  # type: ignore[arg-type]
+        (lambda: SequenceTerms(history="h", context=-5), "context is -5"),
     ],
 )
 def test_options_out_of_range_are_named(make: Any, words: str) -> None:

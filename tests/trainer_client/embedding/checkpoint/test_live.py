@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -218,6 +218,10 @@ def test_misfits_are_named(tmp_path: Path) -> None:
     wide = RoutedTable(name="users", embedding_dim=5, features=("user",), num_embeddings=70)
     with pytest.raises(CheckpointError, match=r"table users has rows of shape \(4,\), not \(5,\)"):
         load(RoutedEmbeddingCollection([wide]), tmp_path / "saved")
+    tables = make_tables("roundrobin", "roundrobin")
+    narrow = RoutedEmbeddingCollection([replace(table, capacity=3) for table in tables])
+    with pytest.raises(CheckpointError, match=r"a rank gets .* or more, and it has room for 3; raise its capacity"):
+        load(narrow, tmp_path / "saved")
     with pytest.raises(CheckpointError, match="no table x; it holds users, items"):
         load(
             RoutedEmbeddingCollection([RoutedTable(name="x", embedding_dim=4, features=(), num_embeddings=1)]),
