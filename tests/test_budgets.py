@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (13426, 9500),
-    "services": (4261, 4500),
+    "services": (4262, 4500),
     "services/balancer": (1789, 2000),
-    "trainer_client": (21255, 15000),
-    "trainer_client/balancing": (10947, 8000),
-    "tests": (28814, 20000),
+    "trainer_client": (21288, 15000),
+    "trainer_client/balancing": (10972, 8000),
+    "tests": (28833, 20000),
     "benchmarks": (8116, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware import Middleware
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from evenkeel.placement import InvalidInputError, PlanRequest, builtin_profiles
@@ -144,13 +144,13 @@ ROUTES = [
 ]
 
 
-def create_app(settings: Settings) -> Starlette:
+def create_app(settings: Settings) -> FastAPI:
     """The planner as an ASGI application."""
     metrics = Metrics()
     tokens = None if settings.token_file is None else TokenStore(settings.token_file)
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.pool = pool = Pool(settings, metrics)
         await pool.start()
         app.state.ready = True
@@ -160,8 +160,9 @@ def create_app(settings: Settings) -> Starlette:
         app.state.ready = False
         pool.close()
 
-    app = Starlette(
-        routes=ROUTES,
+    app = FastAPI(
+        openapi_url=None,  # the document is a file, see `_document`
+        routes=[*ROUTES],
         middleware=[Middleware(Edge, settings=settings, metrics=metrics, tokens=tokens, routes=ROUTES)],
         exception_handlers=dict.fromkeys((ServiceError, InvalidInputError, HTTPException, Exception), answer_problem),
         lifespan=lifespan,
