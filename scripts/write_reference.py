@@ -89,8 +89,8 @@ RESULTS = """# Result files
 
 <!-- Written by scripts/write_reference.py from the files. -->
 
-What files under `benchmarks/results/` say of their making, latest first; versions and commands stand in them.
-Where a file has a note, it is older than the writer of these notes, and commit and date are those of its coming.
+Of `benchmarks/results/`, latest first; files hold versions and commands. Of those with a note, commit and date are when
+they came.
 
 {files}
 """

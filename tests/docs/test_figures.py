@@ -39,6 +39,14 @@ def _moved(samples: int, lengths: str, strategy: str = "minimal_move") -> Callab
     )
 
 
+def _served(ranks: int, field: str) -> Callable[[Any], float]:
+    return lambda d: next(entry[field] for entry in d["sizes"] if entry["ranks"] == ranks)
+
+
+def _jobs(result: Any) -> Any:
+    return next(entry for entry in result["jobs"] if entry["jobs"] == 100)
+
+
 def _above_others(result: Any) -> float:
     loads = [cell["over_bound"] for cell in result["grid"]]
     return 100 * max(one["minimal_move"] / min(one["karmarkar_karp"], one["lpt"]) - 1 for one in loads)
@@ -117,11 +125,21 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
         "0.10": _gap(32, "evenkeel"), "3.1": _gap(32, "recsys-examples"), "0.00": _gap(128, "recsys-examples"),
     },
     "partitioning": {
-        "704": lambda d: len(d["grid"]), "0.18": _above_others, "27.7": _moved(8, "uniform"),
+        "704": lambda d: len(d["grid"]), "0.18": _above_others,
         "5.5": _moved(32, "uniform"), "11.6": _moved(32, "lognormal"),
         "24.5": _moved(32, "zipf_1.2"), "72.4": _moved(32, "bimodal"), "2.2": _moved(32, "one_giant"),
         "2.3": _moved(128, "uniform"), "4.2": _moved(128, "lognormal"), "11.3": _moved(128, "zipf_1.2"),
         "25.1": _moved(128, "bimodal"), "3.7": _moved(128, "one_giant"),
+    },
+    "rounds": {
+        **{
+            text: _served(ranks, field)
+            for ranks, texts in (
+                (8, ("1.75", "0.28", "0.72")), (1024, ("15.1", "9.3", "2.2")), (4096, ("59.1", "45.1", "5.1")),
+            )
+            for text, field in zip(texts, ("p50_ms", "floor_ms", "echo_ms"), strict=True)
+        },
+        "1,683": lambda d: _jobs(d)["rounds_per_second"], "3,207": lambda d: _jobs(d)["echoes_per_second"],
     },
     "redistribution_2xh200": {
         "1.76": lambda d: min(row["ratio"] for row in d["rows"] if row["strategy"] == "minimal_move"),

@@ -60,7 +60,8 @@ class BalanceOptions:
             `group_timeout` where that is less. Later outages are bridged as ever.
         group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails; at least
             twice `timeout`.
-        of_rounds: What a round's plan depends on; follows from the others.
+        of_rounds: What a round's plan depends on; follows from the others, as does what comes next.
+        patience: Seconds that a round may take at most: a call of the service, its two collectives, and a plan.
     """
 
     strategy: str = "minimal_move"
@@ -78,6 +79,7 @@ class BalanceOptions:
     require_service: bool = False
     group_timeout: timedelta = timedelta(minutes=10)
     of_rounds: RoundOptions = field(init=False, repr=False, compare=False)
+    patience: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         STRATEGIES.check(self.strategy)
@@ -111,6 +113,7 @@ class BalanceOptions:
             memory_caps=() if self.memory_caps is None else tuple(self.memory_caps),
         )  # fmt: skip
         object.__setattr__(self, "of_rounds", of_rounds)  # made once, read in every round
+        object.__setattr__(self, "patience", (self.timeout + 3 * self.collective_timeout).total_seconds())
 
     @property
     def collective_timeout(self) -> timedelta:
@@ -121,11 +124,6 @@ class BalanceOptions:
     def needs_kernels(self) -> bool:
         """Whether no round may be planned by the plain heuristic, which finds no plan where memory caps are tight."""
         return self.memory_caps is not None
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a round may take at most: a call of the service, its two collectives, and a plan."""
-        return (self.timeout + 3 * self.collective_timeout).total_seconds()
 
     def check_world(self, world_size: int) -> None:
         """Checks what depends on the number of ranks.
