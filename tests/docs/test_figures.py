@@ -170,7 +170,7 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
         "1.18": _owner("album_id", 8, "once"), "1.01": _owner("album_id", 8, "once_hot"),
         "1.11": _owner("sessions", 64, "once_hot"),
     },
-    "programs": {"1,507": lambda d: d["right"]},
+    "programs": {"1,208": lambda d: d["right"]},
     "placement_gpu_h100": {
         "1.56": _kernels("traces", 60, 0.2, "with the clock"), "2.06": _kernels("traces", 60, 0.2, "TorchRec"),
         "1.71": _kernels("traces", 60, 0.2, ALIKE), "3.31": _kernels("traces", 100, 0.1, "with the clock"),
