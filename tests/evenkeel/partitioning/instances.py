@@ -122,11 +122,9 @@ def draw_options(rng: Rng, costs: NDArray[Any], homes: NDArray[np.int32], num_ra
     return given
 
 
-def draw_split(
-    rng: Rng, most: tuple[int, int] = (40, 20), **options: Any
-) -> tuple[SpanCosts, NDArray[np.int32], int, dict[str, Any]]:
+def draw_split(rng: Rng) -> tuple[SpanCosts, NDArray[np.int32], int, dict[str, Any]]:
     """Samples of which some may be split: what their positions cost, homes, ranks, and further arguments of a round."""
-    n, num_ranks = int(rng.integers(1, most[0])), int(rng.integers(2, most[1]))
+    n, num_ranks = int(rng.integers(1, 40)), int(rng.integers(2, 20))
     positions = one_of(rng, rng.integers(0, 4, n), np.clip(rng.lognormal(5, 2, n), 0, 1e9).astype(np.int64),
                      np.where(rng.random(n) < 0.2, rng.integers(1, 1 << 40, n), rng.integers(0, 50, n)))  # fmt: skip
     context, candidates = rng.integers(0, one_of(rng, 1, 4), n), rng.integers(0, one_of(rng, 1, 9), n)
@@ -136,7 +134,7 @@ def draw_split(
     most = float(SpanCosts.of(total, **how, **shape).whole.sum()) / (share_of_total(num_ranks) / 2)
     spans = SpanCosts.of(total, **{name: value / max(most, 1.0) for name, value in how.items()}, **shape)
     homes = np.sort(rng.integers(0, num_ranks, n)).astype(np.int32)
-    options |= {"counts": one_of(rng, "free", "equal"), "sizes": spans.positions}
+    options: dict[str, Any] = {"counts": one_of(rng, "free", "equal"), "sizes": spans.positions}
     options["min_samples"] = one_of(rng, 0, 0, 1, 2)
     if rng.random() < 0.3:
         options["speeds"] = 10.0 ** rng.uniform(-3, 3, num_ranks)

@@ -1,7 +1,7 @@
 """Random instances at the ends of what kernels may be given, each answer held against what must be true of it.
 
-Small ones are held against every assignment there is. A process of its own interprets the kernels: an index beyond an
-array raises there. `python -m tests.evenkeel.partitioning.test_fuzz FIRST COUNT` runs more of them.
+Small ones are held against every assignment there is. A process of its own runs instances under bounds checks: an index
+beyond an array raises there. `python -m tests.evenkeel.partitioning.test_fuzz FIRST COUNT` runs more of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from evenkeel.partitioning import ImpossiblePartitionError, Partition, PartitionError, memory, partition, split_search
+from evenkeel.partitioning import ImpossiblePartitionError, Partition, PartitionError, memory, partition
 from evenkeel.partitioning.lpt import kept_at_home
 from evenkeel.partitioning.minimal_move import between_nodes
 from evenkeel.partitioning.problem import make_problem, with_crowding
@@ -28,7 +27,6 @@ from evenkeel.partitioning.split_search import split_batch
 from evenkeel.partitioning.splits import SpanCosts
 from evenkeel.partitioning.stages import plan_round
 from evenkeel.partitioning.windows import regroup, step_bounds
-from tests.evenkeel.partitioning import instances
 from tests.evenkeel.partitioning.instances import (
     Rng,
     draw_amounts,
@@ -245,6 +243,7 @@ def check_split(rng: Rng) -> None:
         return
     check_parts(plan, spans, set(samples.divisible[:, 0].tolist()), options, num_ranks)
     again = split_batch(samples, how, found)
+    assert again is not None
     assert (plan.destinations == again.destinations).all()
     counts = np.bincount(plan.destinations, minlength=num_ranks)
     assert counts.min() >= how.min_samples or len(spans) < how.min_samples * num_ranks
@@ -258,6 +257,7 @@ def check_split(rng: Rng) -> None:
 
 def check_parts(plan: RoundPlan, spans: SpanCosts, which: set[int], options: Any, num_ranks: int) -> None:
     """Every position once, where it may be cut, on one rank a part, within the caps; loads and traffic are counted."""
+    assert plan.parts is not None
     pieces, (figures,) = plan.parts.pieces, plan.batches
     of = np.cumsum(plan.parts.begins == 0) - 1
     assert of[-1] + 1 == len(spans)
@@ -299,22 +299,10 @@ def check_parts(plan: RoundPlan, spans: SpanCosts, which: set[int], options: Any
     assert "memory_caps" not in options or (used <= np.asarray(options["memory_caps"]) * (1 + 1e-9)).all()
 
 
-def _interpreted(patch: pytest.MonkeyPatch) -> None:
-    """Has instances that are done in time by Python, whose whole numbers do not wrap around either."""
-    patch.setattr(memory, "PLACEMENTS", 100)
-    patch.setattr(split_search, "SPAN", np.dtype((np.record, split_search.SPAN)))  # whose rows have attributes
-    for module in (instances, sys.modules[__name__]):
-        patch.setattr(module, "draw_amounts", lambda rng, n: rng.integers(0, one_of(rng, 4, 1000), n))
-    patch.setitem(globals(), "draw_shape", lambda rng: (int(rng.integers(16)), int(rng.integers(1, 7))))
-    patch.setitem(globals(), "draw_split", lambda rng: instances.draw_split(rng, (4, 4), strategy="lpt"))
-
-
 def run(first: int, count: int) -> None:
     """Runs instances, each a function of its number."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "PLACEMENTS", 20_000)  # more than those need that are held against all assignments
-        if numba.config.DISABLE_JIT:
-            _interpreted(patch)
         for number in range(first, first + count):
             rng = np.random.default_rng([7, number])
             print("instance", number)  # shown where one fails
@@ -326,10 +314,11 @@ def test_answers_hold(first: int) -> None:
     run(first, 300)
 
 
-def test_no_kernel_reads_beyond_its_arrays() -> None:
-    """NumPy raises where a kernel, which does not look, would read what lies behind."""
-    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
-    subprocess.run([sys.executable, "-m", __name__, "2000", "40"], env=environment, check=True)
+@pytest.mark.timeout(900)
+def test_no_kernel_reads_beyond_its_arrays(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp().parent / "bounds-checked-kernels"
+    environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_OPT": "0", "EVENKEEL_CACHE_DIR": str(folder)}
+    subprocess.run([sys.executable, "-m", __name__, "2000", "120"], env=environment, check=True)
 
 
 if __name__ == "__main__":

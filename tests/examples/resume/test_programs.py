@@ -40,15 +40,19 @@ def test_killed_it_goes_on(program: str, tmp_path: Path) -> None:
         assert [users(other, epoch) for epoch in range(2)] == [list(range(96))] * 2
 
 
-@pytest.mark.parametrize(("program", "window", "code"), [("ddp", 4, 128 + signal.SIGTERM), ("lightning_loop", 1, 0)])
-def test_one_rank_is_preempted_all_stop_after_the_same_step_and_others_go_on(
-    program: str, window: int, code: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("program", "window", "code", "preempted"),
+    [("ddp", 4, 128 + signal.SIGTERM, [0, 1]), ("ddp", 4, 128 + signal.SIGTERM, [1]), ("lightning_loop", 1, 0, [1])],
+)
+def test_ranks_are_preempted_all_stop_after_the_same_step_and_others_go_on(
+    program: str, window: int, code: int, preempted: list[int], tmp_path: Path
 ) -> None:
     arguments = ("--users", "96", "--save-every", "1000", "--window", str(window))
     stopped = Job(program, 2, tmp_path, *arguments, "--pause", "0.05")
     stopped.until(3)
     asked = time.monotonic()
-    stopped.ranks[1].send_signal(signal.SIGTERM)
+    for rank in preempted:
+        stopped.ranks[rank].send_signal(signal.SIGTERM)
     assert stopped.codes() == [code] * 2, stopped.output()
     assert time.monotonic() - asked < 25
     (saved,) = map(step_of, tmp_path.glob("step*"))
