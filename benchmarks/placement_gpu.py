@@ -5,7 +5,8 @@ python -m benchmarks.placement_gpu --device cpu --quick                         
 
 A cell is a kind of keys (key traces from files, or power laws), a number of tables, and HBM for a share of them. In
 each there are the planner by its model, with the clock (whose contenders train other batches than those of the
-comparison), all tables cached alike, TorchRec's planner, and TorchEasyRec's where the path of a checkout is given.
+comparison), told nothing or the time of the dense part, all tables cached alike, TorchRec's planner, and TorchEasyRec's
+where the path of a checkout is given.
 Each planner is asked again with another budget, until what its plan takes on the GPU is the HBM of the cell or a
 little less. Statistics are those of the first half of the keys; plans are timed on the second.
 """
@@ -65,7 +66,7 @@ _KERNELS = ["fused", "fused_uvm_caching", "fused_uvm"]
 _LOAD_FACTOR = 0.2
 _TRIES, _CLOSE = 6, 0.02
 ALIKE = "all cached alike"
-OURS = {"by the model", "with the clock"}
+MODEL, CLOCK = "by the model", "with the clock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Size:
     samples: int = 4096
     steps: int = 96
     seconds: float = 3.0
-    blocks: int = 7
+    blocks: int = 21
 
 
 QUICK = Size((3,), (0.5,), (0.0, 2.0), 1e-4, 32, 10, 0.2, 2)
@@ -183,34 +184,16 @@ def with_seen(request: PlanRequest, seen: Sequence[Batch]) -> PlanRequest:
     return with_statistics(request, sampler.traces())[0]
 
 
-def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Any) -> dict[str, Planner]:
+def planners(job: Job, device: torch.device, torcheasyrec: Any) -> dict[str, Planner]:
     """Planners by name; each is asked with a budget."""
 
-    def budgeted(hbm: int) -> PlanRequest:
-        workspace = job.request.profile.costs(Runtime.TORCHREC).workspace_bytes
-        return replace(job.request, topology=replace(job.request.topology, hbm_bytes=hbm + workspace))
-
     def by_model(hbm: int) -> Any:
-        request = budgeted(hbm)
+        request = budgeted(job, hbm)
         made = plan(request)
         return (_sharded(request, made, device), made) if made.placements else None
 
-    quickest: list[str] = []
-
-    def by_clock(hbm: int) -> Any:
-        request = budgeted(hbm)
-        made = plan(request)
-        if not made.placements:
-            return None
-        plans = contenders(request, made)
-        if not quickest:  # at other budgets of the same cell it is the same kind of plan
-            _, measured = run_race(request, plans, job.seen, device, seconds=size.seconds)
-            quickest.append(next(one.name for one in measured if one.chosen))
-        chosen = plans.get(quickest[0], made)
-        return _sharded(request, chosen, device), chosen
-
     def all_cached(hbm: int) -> Any:
-        request = budgeted(1 << 45)
+        request = budgeted(job, 1 << 45)
         weights = sum(table.rows * table.dim * HELD_BYTES for table in request.tables)
         share = min(1.0, max(0.001, hbm / weights))
         tables = tuple(replace(table, modes=("CACHING",), ratio=min(share, 0.999)) for table in request.tables)  # type: ignore[arg-type]
@@ -225,8 +208,7 @@ def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Any) -> d
         return _torchrec_plan(job.request, hbm, device, proposers)
 
     found: dict[str, Planner] = {
-        "by the model": by_model,
-        "with the clock": by_clock,
+        MODEL: by_model,
         ALIKE: all_cached,
         "TorchRec": torchrecs,
     }
@@ -235,6 +217,43 @@ def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Any) -> d
             job.request, hbm, device, [torcheasyrec.DynamicProgrammingProposer(), UniformProposer()], torcheasyrec
         )
     return found
+
+
+def budgeted(job: Job, hbm: int) -> PlanRequest:
+    """The request with so much HBM for tables."""
+    workspace = job.request.profile.costs(Runtime.TORCHREC).workspace_bytes
+    return replace(job.request, topology=replace(job.request.topology, hbm_bytes=hbm + workspace))
+
+
+def clock_choices(job: Job, hbm: int, size: Size, device: torch.device) -> dict[str, str]:
+    """Which contender is the quickest, if the clock is told nothing, and if it is told the time of the dense part."""
+    request = budgeted(job, hbm)
+    plans = contenders(request, plan(request))
+    found = {}
+    for dense_ms in (None, *size.dense_ms):
+        told = replace(request, step=replace(request.step, dense_ms=dense_ms))
+        _, measured = run_race(told, plans, job.seen, device, seconds=size.seconds / 2)
+        found[told_dense(dense_ms)] = next(one.name for one in measured if one.chosen)
+    return found
+
+
+def told_dense(dense_ms: float | None) -> str:
+    """How the clock is called that was told so much."""
+    return CLOCK if dense_ms is None else f"{CLOCK}, told {dense_ms:g} ms"
+
+
+def contender(job: Job, name: str, device: torch.device) -> Planner:
+    """Plans as the clock chose one, at any budget."""
+
+    def planner(hbm: int) -> Any:
+        request = budgeted(job, hbm)
+        made = plan(request)
+        if not made.placements:
+            return None
+        chosen = contenders(request, made).get(name, made)
+        return _sharded(request, chosen, device), chosen
+
+    return planner
 
 
 def _sharded(request: PlanRequest, made: Any, device: torch.device) -> Any:
@@ -355,9 +374,9 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
     dense = DenseWork(0.0, device)
     trials: dict[str, Trial] = {}
     found: dict[str, Any] = {}
-    for name, planner in planners(job, size, device, torcheasyrec).items():
 
-        def attempt(asked: int, planner: Planner = planner) -> Try:
+    def enter(name: str, planner: Planner, start: int | None = None) -> None:
+        def attempt(asked: int) -> Try:
             made = planner(asked)
             if made is None:
                 return Try(asked, None)
@@ -368,8 +387,6 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
             used = torch.cuda.memory_allocated() - before if device.type == "cuda" else budget
             return Try(asked, used, trial, predicted)
 
-        # The clock runs its contenders where the model's plan takes the HBM of the cell.
-        start = found["by the model"].get("asked_bytes") if name == "with the clock" else None
         best = fit_to_budget(attempt, budget, start=start)
         gc.collect()
         found[name] = {"hbm_bytes": None if best is None else best.used}
@@ -381,6 +398,15 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
                 found[name]["predicted_kernels_ms"] = kernels * 1e3
                 found[name]["predicted_host_ms"] = host_seconds(step, costs) * 1e3
             trials[name] = best.built
+
+    for name, planner in planners(job, device, torcheasyrec).items():
+        enter(name, planner)
+    choices: dict[str, str] = {}
+    if MODEL in trials:  # the clock runs its contenders where the model's plan takes the HBM of the cell
+        start = found[MODEL]["asked_bytes"]
+        choices = clock_choices(job, start, size, device)
+        for name in set(choices.values()) - {"plan"}:
+            enter(f"{CLOCK}: {name}", contender(job, name, device), start)
     for trial in trials.values():
         trial.run(size.seconds)
     for milliseconds in size.dense_ms:
@@ -396,7 +422,10 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
         timing = trial.timing()
         found[name]["kernels_ms"] = None if timing.kernels_s is None else timing.kernels_s * 1e3
         found[name]["host_ms"] = timing.host_s * 1e3
-    return found
+    for clock, name in choices.items():
+        row = MODEL if name == "plan" else f"{CLOCK}: {name}"
+        found[clock] = found[row] | {"contender": name}
+    return {name: figures for name, figures in found.items() if not name.startswith(f"{CLOCK}: ")}
 
 
 def cells(size: Size, traces: Sequence[Keys]) -> Iterator[tuple[str, int, float]]:
@@ -470,11 +499,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "wall beside 20 ms": lambda planner: planner.get("wall_ms", {}).get("20"),
     }
     found: dict[str, Any] = {}
-    for ours, (figure, read) in itertools.product(("by the model", "with the clock"), figures.items()):
+    for ours, (figure, read) in itertools.product((MODEL, CLOCK), figures.items()):
+        told = figure.removeprefix("wall beside ") if figure != "kernels" and ours == CLOCK else None
+        row_of = f"{CLOCK}, told {told}" if told else ours
         values = [{name: read(planner) for name, planner in row["planners"].items()} for row in rows]
-        others = [min((one[name] for name in one.keys() - OURS if one[name]), default=None) for one in values]
-        best = [one[ours] / other for one, other in zip(values, others, strict=True) if one[ours] and other]
-        alike = [one[ours] / one[ALIKE] for one in values if one[ours] and one[ALIKE]]
+        others = [min((one[name] for name in one if is_other(name) and one[name]), default=None) for one in values]
+        best = [one[row_of] / other for one, other in zip(values, others, strict=True) if one.get(row_of) and other]
+        alike = [one[row_of] / one[ALIKE] for one in values if one.get(row_of) and one[ALIKE]]
         if best and alike:
             found[f"{ours}, {figure}"] = {
                 "over_the_best_other_worst": max(best),
@@ -482,6 +513,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "cells": len(best),
             }
     return found | {"predictions": predictions(rows)}
+
+
+def is_other(planner: str) -> bool:
+    """Whether a row is none of ours."""
+    return not planner.startswith((MODEL, CLOCK))
 
 
 def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -493,7 +529,10 @@ def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     steps: list[float] = []
     right: list[bool] = []
     for row in rows:
-        known = [each for each in row["planners"].values() if each.get("predicted_kernels_ms") and each["kernels_ms"]]
+        # A plan that the clock chose for several dense parts counts once.
+        plans = {each.get("contender", name): each for name, each in row["planners"].items()}
+        plans.pop("plan", None)
+        known = [each for each in plans.values() if each.get("predicted_kernels_ms") and each["kernels_ms"]]
         kernels += [each["predicted_kernels_ms"] / each["kernels_ms"] for each in known]
         for each in known:
             for dense, wall in each["wall_ms"].items():
