@@ -35,8 +35,8 @@ from benchmarks.end_to_end import add_workload
 from benchmarks.end_to_end_rank import make_data, make_model
 from benchmarks.end_to_end_report import show, summarize
 from benchmarks.harness.results import write
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
-from evenkeel.partitioning.stages import plan_round
 from examples.datasets import SequenceBatch
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer

@@ -29,9 +29,9 @@ from rich.table import Table
 
 from benchmarks.harness.results import write
 from evenkeel.partitioning import warm_up
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.splits import MOST, SHARE, STEP_SECONDS, Divisible, SplitOptions
-from evenkeel.partitioning.stages import plan_round
 from evenkeel.placement.hardware import builtin_profile
 from trainer_client.balancing.costs import HSTUCost
 

@@ -36,8 +36,8 @@ from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.results import write
 from evenkeel.partitioning import warm_up
+from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import RankSamples, RoundOptions, RoundSamples
-from evenkeel.partitioning.stages import plan_round, slice_round
 from evenkeel.protocol.plan_round import RoundNames, RunFacts, read_response, write_request
 from trainer_client import BalanceOptions
 from trainer_client.balancing.batches import flatten

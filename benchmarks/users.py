@@ -24,8 +24,8 @@ from rich.table import Table
 from benchmarks.balance_gap import YAMBDA
 from benchmarks.harness.results import write
 from evenkeel.partitioning import warm_up
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
-from evenkeel.partitioning.stages import plan_round
 from examples.hstu.model import ModelOptions
 
 CELLS = ((8, 16), (8, 128), (8, 1024), (64, 16), (64, 128), (64, 1024), (1024, 128))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, SplitOptions
-from evenkeel.partitioning.stages import plan_round
 
 WINDOW = 8
 """Batches of a window, and of what is planned at a time."""

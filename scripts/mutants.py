@@ -35,9 +35,12 @@ from benchmarks.harness import results
 ROOT = Path(__file__).parents[1]
 ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests in its own folder or in another
     "partition": (
-        "evenkeel/partitioning", "api minimal_move windows stages", "api strategies minimal_move windows memory fuzz",
+        "evenkeel/partitioning", "api minimal_move windows refinements",
+        "api strategies minimal_move windows memory fuzz",
     ),
-    "kernels": ("evenkeel/partitioning", "exchange lpt karmarkar_karp matching problem", "strategies minimal_move api"),
+    "kernels": (
+        "evenkeel/partitioning", "local_search lpt karmarkar_karp matching problem", "strategies minimal_move api",
+    ),
     "slices": ("evenkeel/partitioning", "slices", "slices"),
     "decide": ("trainer_client/balancing", "decide", "messages stages model/protocol"),
     "contribution": ("trainer_client/balancing", "contribution", "messages stages"),

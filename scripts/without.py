@@ -55,7 +55,7 @@ ROOMS = {
     "windows": Room(
         files=("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"),
         lines={
-            "evenkeel/partitioning/stages.py": ("gather_heavy",),
+            "evenkeel/partitioning/refinements.py": ("gather_heavy",),
             f"{_BALANCING}/stages.py": ("WindowStates",),
             f"{_BALANCING}/stream.py": ("check_window",),
         },
@@ -64,13 +64,13 @@ ROOMS = {
     ),
     "splits": Room(
         files=("evenkeel/partitioning/split_search.py", "evenkeel/partitioning/split_cuts.py"),
-        lines={"evenkeel/partitioning/stages.py": ("split_heavy",), f"{_BALANCING}/stages.py": ("Splitting",)},
+        lines={"evenkeel/partitioning/refinements.py": ("split_heavy",), f"{_BALANCING}/stages.py": ("Splitting",)},
         words=r"partitioning\.split|SplitOptions",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
     "users": Room(
         files=("evenkeel/partitioning/users.py",),
-        lines={"evenkeel/partitioning/stages.py": ("gather_users",)},
+        lines={"evenkeel/partitioning/refinements.py": ("gather_users",)},
         words=r"rows_of\(users|users_on_ranks",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),

@@ -88,6 +88,16 @@ class _Files(caching.CompileResultCacheImpl):
     _locator_classes = [_Locator, *caching.CompileResultCacheImpl._locator_classes]  # noqa: RUF012 - numba's
 
 
+class _Index(caching.IndexDataCacheFile):
+    """What is compiled; written anew where it cannot be read, as it is damaged or names types that have moved."""
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            return cast(dict[Any, str], super()._load_index())  # type: ignore[no-untyped-call]
+        except Exception:
+            return {}
+
+
 class _Cache(caching.FunctionCache):
     """Numba's cache of a function. What cannot be read or written is compiled, not raised."""
 
@@ -95,7 +105,8 @@ class _Cache(caching.FunctionCache):
 
     def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)  # type: ignore[no-untyped-call]
-        self._cache_file._source_stamp = _digest(Path(py_func.__code__.co_filename).parent)
+        digest = _digest(Path(py_func.__code__.co_filename).parent)
+        self._cache_file = _Index(self._cache_path, self._impl.filename_base, digest)  # type: ignore[no-untyped-call]
 
     def has_any(self) -> bool:
         """Whether the function is compiled for this processor, for some types."""
@@ -173,8 +184,4 @@ class Preparation:
 
 def _are_compiled(package: str) -> bool:
     """Whether all kernels of a package have been, for this processor."""
-    own = [each for each in _kernels if each.__module__.startswith(package)]
-    try:
-        return all(each._cache.has_any() for each in own)
-    except Exception:  # a damaged index
-        return False
+    return all(each._cache.has_any() for each in _kernels if each.__module__.startswith(package))

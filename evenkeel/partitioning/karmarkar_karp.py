@@ -12,6 +12,7 @@ import heapq
 import numpy as np
 
 from evenkeel.partitioning.compile import ZERO, kernel, step
+from evenkeel.partitioning.local_search import exchange_from
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import Integers, Problem, Ranks, ascending_order
 
@@ -101,6 +102,18 @@ def difference(costs: Integers, order: Ranks, num_sets: int, equal: bool) -> Ran
             result[item] = x
             item = after[item]
     return result
+
+
+def karmarkar_karp(problem: Problem) -> Ranks:
+    """The strategy."""
+    return evened(problem, problem.fit(problem, differenced(problem)))
+
+
+def evened(problem: Problem, start: Ranks) -> Ranks:
+    """After exchanges that see to what the method does not know: speeds and caps."""
+    if problem.interchangeable and problem.arrays.memory.size == 0:
+        return start
+    return exchange_from(problem, start, effort=1)[0]
 
 
 def differenced(problem: Problem) -> Ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from evenkeel.partitioning.compile import ZERO, kernel
-from evenkeel.partitioning.exchange import Groups, everyone, pop, push, sink
+from evenkeel.partitioning.local_search import Groups, everyone, pop, push, sink
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import Arrays, Integers, Problem, Ranks
 
@@ -77,6 +77,11 @@ def place_in_groups(
     fastest_first = groups.ranks[np.lexsort((-problem.arrays.speeds[groups.ranks], group_of))]
     groups = groups._replace(ranks=fastest_first)
     place_longest_first(problem.arrays, items, item_begin, groups, most, num_fuller, placed)
+
+
+def lpt(problem: Problem) -> Ranks:
+    """The strategy."""
+    return problem.fit(problem, longest_first(problem))
 
 
 def longest_first(problem: Problem) -> Ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.exchange import ACROSS
+from evenkeel.partitioning.local_search import ACROSS
 from evenkeel.partitioning.problem import Floats, Integers, Problem, Ranks, ascending_order
 
 EXACT = 96  # ranks up to which the best matching is found; beyond, a greedy one

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenkeel.partitioning.compile import ZERO, kernel
-from evenkeel.partitioning.exchange import exchange_from
 from evenkeel.partitioning.karmarkar_karp import differenced
+from evenkeel.partitioning.local_search import exchange_from
 from evenkeel.partitioning.lpt import longest_first
 from evenkeel.partitioning.problem import (
     EXACT,

@@ -1,7 +1,7 @@
-"""The strategies: Karmarkar-Karp and longest first as in the literature, and the default, which moves little.
+"""The default strategy, which moves little.
 
-`minimal_move` starts where the samples are and exchanges as few as possible until the load is within tolerance of the
-bound; where there are nodes, between them first, so that only what one node has too much of leaves it.
+It starts where the samples are and exchanges as few as possible until the load is within tolerance of the bound; where
+there are nodes, between them first, so that only what one node has too much of leaves it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenkeel.partitioning.exchange import ACROSS, PATIENCE, Groups, exchange_from, give_light_company
-from evenkeel.partitioning.karmarkar_karp import differenced
+from evenkeel.partitioning.karmarkar_karp import differenced, evened
+from evenkeel.partitioning.local_search import ACROSS, PATIENCE, Groups, exchange_from, give_light_company
 from evenkeel.partitioning.lpt import at_home, kept_at_home, longest_first, place_in_groups, spill
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import (
@@ -27,22 +27,6 @@ from evenkeel.partitioning.problem import (
 
 HEAVY = 1 / 8  # of what a rank gets: with samples as heavy, what can be had is looked at before anything is tried
 FAR_OFF = 2e-3  # of the bound, above the limits, where a longer search pays
-
-
-def lpt(problem: Problem) -> Ranks:
-    """Longest first onto the least loaded rank with room."""
-    return problem.fit(problem, longest_first(problem))
-
-
-def karmarkar_karp(problem: Problem) -> Ranks:
-    """The largest differencing method; it knows no speeds or caps, which exchanges then see to."""
-    return _evened(problem, problem.fit(problem, differenced(problem)))
-
-
-def _evened(problem: Problem, start: Ranks) -> Ranks:
-    if problem.interchangeable and problem.arrays.memory.size == 0:
-        return start
-    return exchange_from(problem, start, effort=1)[0]
 
 
 def _start(problem: Problem) -> Ranks:
@@ -98,7 +82,7 @@ def minimal_move(problem: Problem) -> Ranks:
             continue  # all that it could save is less than what it moves more
         searched, overload = exchange_from(problem, other, plain=False, effort=effort)
         if overload > 0:  # limits are rounded rank by rank: overloads alone do not tell what is worse than the method
-            other = _evened(problem, other) if method is differenced else other
+            other = evened(problem, other) if method is differenced else other
         for candidate in (searched, other):
             if _time(problem, candidate) < _time(problem, best):
                 best, least, largest = candidate, min(overload, least), _largest(problem, candidate)

@@ -7,7 +7,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.minimal_move import karmarkar_karp, lpt, minimal_move
+from evenkeel.partitioning.karmarkar_karp import karmarkar_karp
+from evenkeel.partitioning.lpt import lpt
+from evenkeel.partitioning.minimal_move import minimal_move
 from evenkeel.partitioning.plain import plain_partition
 from evenkeel.partitioning.problem import PartitionError, Problem
 from evenkeel.plugins import Plugins
@@ -33,8 +35,8 @@ def strategy_named(name: str) -> Strategy:
     """The strategy of that name.
 
     An installed package adds one with an entry point in the group `evenkeel.strategies`: a function from a `Problem` to
-    (n,) int32 destinations. It must give the same answer to the same problem on every machine, since where no service
-    does every rank computes the plan for itself, and be installed on all of them and on the balancer.
+    (n,) int32 destinations. It must give the same answer to the same problem on every machine, since a lead and any
+    balancer plan alike, and be installed on all ranks and on the balancer.
 
     Raises:
         ValueError: If there is none.

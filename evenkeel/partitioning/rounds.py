@@ -1,4 +1,4 @@
-"""What a round is: the samples of all ranks, how they are to be partitioned, and the plan; see `stages` for its making.
+"""What a round is: the samples of all ranks, how they are to be partitioned, and the plan; `refinements` makes it.
 
 Every round has one or more batches.
 """

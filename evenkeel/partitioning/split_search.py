@@ -1,4 +1,4 @@
-"""The stage of a round that splits samples which outweigh a rank's share into consecutive spans on several ranks.
+"""The refinement of a plan that splits samples which outweigh a rank's share into consecutive spans on several ranks.
 
 Causal attention over such a sample needs the keys and values of earlier spans on the ranks of later ones. What sending
 them takes has a price, in units of cost, and a sample is split only where that gains more than it takes.
@@ -59,8 +59,8 @@ ROUNDING = 1 + 1e-9  # times a memory cap
 def split_heavy(
     samples: RoundSamples, options: RoundOptions, found: RoundPlan | PartitionError
 ) -> RoundPlan | PartitionError:
-    """The stage: a plan with samples in parts, in the batches in which that takes less time."""
-    if not _wants_splits(found, options):
+    """The refinement: a plan with samples in parts, in the batches in which that takes less time."""
+    if options.split is None or samples.divisible is None or not _wants_splits(found, options):
         return found
     steps = samples.steps if isinstance(found, PartitionError) else found.steps
     owns = [np.arange(len(samples))]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import evenness
 from evenkeel.partitioning.compile import NONE, ZERO, kernel
-from evenkeel.partitioning.exchange import everyone, exchange_from
+from evenkeel.partitioning.local_search import everyone, exchange_from
 from evenkeel.partitioning.lpt import place_in_groups
 from evenkeel.partitioning.memory import by_memory, check_fits, with_caps
 from evenkeel.partitioning.problem import (
@@ -43,11 +43,11 @@ ALONE = 1e-3  # of its size: what exchanging a sample takes that shares its rank
 def gather_users(
     samples: RoundSamples, options: RoundOptions, found: RoundPlan | PartitionError
 ) -> RoundPlan | PartitionError:
-    """The stage: a plan in which samples of a user are on fewer ranks, in the batches in which that saves rows.
+    """The refinement: a plan in which samples of a user are on fewer ranks, in the batches in which that saves rows.
 
     Batches with samples in parts stay as they are, as do plans made without kernels.
     """
-    if isinstance(found, PartitionError) or options.strategy == "plain":
+    if samples.users is None or options.stay or options.strategy == "plain" or isinstance(found, PartitionError):
         return found
     of = np.arange(len(samples)) if found.parts is None else np.cumsum(found.parts.begins == 0) - 1
     destinations, loads, batches = found.destinations.copy(), found.loads_after.copy(), list(found.batches)

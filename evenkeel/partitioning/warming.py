@@ -9,10 +9,10 @@ import numpy as np
 from evenkeel.partitioning.api import partition
 from evenkeel.partitioning.matching import EXACT
 from evenkeel.partitioning.problem import PartitionError
+from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.registry import BUILT_IN
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
-from evenkeel.partitioning.stages import plan_round, slice_round
 
 
 def warm_up() -> None:

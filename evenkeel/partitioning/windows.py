@@ -32,13 +32,13 @@ Floats = NDArray[np.float64]
 def gather_heavy(
     samples: RoundSamples, options: RoundOptions, found: RoundPlan | PartitionError
 ) -> RoundPlan | PartitionError:
-    """The stage of a round: a plan in which samples change their batch, if its steps take less time.
+    """The refinement: a plan in which samples change their batch, if its steps take less time.
 
     Samples change their batch only where some batch has a lower bound above 1.02 times its mean load, and only when the
     sum over the batches of the largest load falls by that, and by more than the additional moves take.
     """
     loaded = samples.steps
-    if loaded is None or samples.num_ranks < 2:
+    if loaded is None or options.stay or samples.num_ranks < 2:
         return found
     count, equal = samples.num_batches, options.counts == "equal"
     speeds = np.array(options.speeds, np.float64) if options.speeds else np.ones(samples.num_ranks)

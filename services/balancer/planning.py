@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from evenkeel.partitioning import PartitionError
-from evenkeel.partitioning.stages import plan_round
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.protocol.plan_round import InvalidMessage, LimitExceeded, RoundLimits, read_request, write_response
 from services.balancer.summary import RoundSummary, summarize
 

@@ -134,7 +134,7 @@ class Asker(Stage):
             if self._late or not self.breaker.asks(now):
                 return
             self.breaker = self.breaker.asked(now)
-        learned, rounds = round_.extras.learned, self._counters.rounds
+        learned, rounds = round_.broadcast.learned, self._counters.rounds
         facts = RunFacts(
             rounds_by_lead=sum(count for (mode, _), count in rounds.items() if mode is Mode.EMBEDDED),
             rounds_unbalanced=sum(count for (mode, _), count in rounds.items() if mode is Mode.IDENTITY),
@@ -162,7 +162,7 @@ class Asker(Stage):
         with self._changed:
             self._changed.wait_for(lambda: call.done() or self._wanted >= round_.number)
             self._changed.wait_for(call.done, max(GRACE, planning_seconds))
-        round_.extras.wait_seconds = time.perf_counter() - began
+        round_.broadcast.wait_seconds = time.perf_counter() - began
         if not call.done():
             round_.reason = Reason.NO_ANSWER
             with self._changed:

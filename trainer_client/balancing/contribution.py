@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer_client.balancing.batches.schema import SharedValues
     from trainer_client.balancing.resume import Resumed
 
-HEADER = np.dtype(
+_HEADER = np.dtype(
     [
         ("size", "<u4"),  # bytes in all
         ("state", "u1"),
@@ -103,7 +103,7 @@ class Contribution:
 
     def pack(self, *, arrays: bool = True) -> Bytes:
         """As bytes; without the arrays and extras for peers, who send the header alone."""
-        samples, header = self.samples, np.zeros((), HEADER)
+        samples, header = self.samples, np.zeros((), _HEADER)
         is_float = samples.costs.dtype.kind == "f"
         flags = _FLOAT * is_float | _MEMORY * (samples.memory is not None) | DROP_LAST * self.drop_last
         flags |= INVALID * self.invalid | OUT_OF_ORDER * self.out_of_order | USERS * (samples.users is not None)
@@ -127,7 +127,7 @@ class Contribution:
                 extras,
             ]
         body = b"".join(part + bytes(-len(part) % 8) for part in parts)
-        header["size"] = HEADER.itemsize + len(body)
+        header["size"] = _HEADER.itemsize + len(body)
         return np.frombuffer(bytearray(header.tobytes() + body), np.uint8)
 
 
@@ -148,7 +148,7 @@ class Contributions:
     def __init__(self, table: Bytes, num_peers: int = 1) -> None:
         """Reads (ranks × peers, width) what ranks have packed, peers of a rank side by side; behind each anything."""
         self._table = table[::num_peers]
-        headers = np.ascontiguousarray(table[:, : HEADER.itemsize]).view(HEADER)[:, 0]
+        headers = np.ascontiguousarray(table[:, : _HEADER.itemsize]).view(_HEADER)[:, 0]
         self.copies = headers.reshape(-1, num_peers)  # (ranks, peers) of all that train the same batches
         self.headers = self.copies[:, 0]  # (ranks,) of those that balance together
         self.flags = int(np.bitwise_or.reduce(self.headers["flags"]))  # that any of them has set
@@ -162,7 +162,7 @@ class Contributions:
             4 * n * self.flag(USERS), 8 * WIDTH * header["num_divisible"].astype(np.int64),
             4 * n * header["num_fields"], header["extras"],
         )  # fmt: skip
-        self._ends, self._begins, at = {}, {}, np.full(len(n), HEADER.itemsize, np.int64)
+        self._ends, self._begins, at = {}, {}, np.full(len(n), _HEADER.itemsize, np.int64)
         for name, size in zip(_PARTS, sizes, strict=True):
             self._begins[name], self._ends[name] = at, at + size
             at = at + size + -size.astype(np.int64) % 8

@@ -21,7 +21,7 @@ NAMES = "give loaders of different batches different names (BalancedLoader(name=
 class Decision:
     """What all ranks do in a round."""
 
-    mode: Mode  # `Mode.EMBEDDED` for a round that is to be planned, whoever plans it
+    mode: Mode  # `Mode.EMBEDDED` for a round to be planned: by the lead, unless an answer makes it `Mode.SERVICE`
     reason: Reason = Reason.NONE
     ranks: tuple[int, ...] = ()  # that the reason is about
     taken: int = 0  # with `Reason.LEFT`, batches that the first of the ranks had got

@@ -1,9 +1,9 @@
 """What the lead sends to each rank of a round: one NumPy header, then arrays; written and read here and nowhere else.
 
-    header | extras (pickled) | loads f8 | destinations i4 | batches i4 | cuts i8 | sources a batch i4
+    header | broadcast (pickled) | loads f8 | destinations i4 | batches i4 | cuts i8 | sources a batch i4
            | sources i4 | source counts i4 | source totals i8
 
-The extras are the same for all ranks; what follows is each one's own. Each part begins at a multiple of 8 bytes.
+The broadcast is the same for all ranks; what follows is each one's own. Each part begins at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ END = Decision(mode=Mode.END)
 NO_LOADS = np.zeros((0, 0))
 _F8, _I4, _I8, _U1 = (np.dtype(code) for code in ("<f8", "<i4", "<i8", "u1"))
 
-HEADER = np.dtype(
+_HEADER = np.dtype(
     [
         ("size", "<u4"),  # bytes in all
-        ("extras", "<u4"),  # bytes
+        ("broadcast", "<u4"),  # bytes
         ("num_parts", "<u4"),
         ("num_cuts", "<u4"),
         ("num_sources", "<u4"),
@@ -47,7 +47,7 @@ HEADER = np.dtype(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Extras:
+class Broadcast:
     """What a directive says to all ranks alike."""
 
     decision: Decision = END
@@ -65,7 +65,7 @@ class Extras:
     for_states: dict[str, Any] | None = None  # what a state keeps that is taken between the batches of the round
 
 
-NO_EXTRAS = Extras()
+NO_BROADCAST = Broadcast()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +76,7 @@ class Directive:
     plan: RankPlan = field(default_factory=lambda: RankPlan(steps=None, slices=()))  # where its own samples go
     reports: tuple[RoundReport, ...] = ()  # one per batch; none where the round does not take place
     template: FlatBatch | None = None  # an empty batch of the round's schema
-    extras: Extras = NO_EXTRAS
+    broadcast: Broadcast = NO_BROADCAST
 
     @property
     def ended(self) -> bool:
@@ -100,7 +100,7 @@ class Directive:
 
 
 def pack_directives(
-    extras: Extras,
+    broadcast: Broadcast,
     *,
     home_loads: NDArray[np.float64] = NO_LOADS,
     loads: NDArray[np.float64] = NO_LOADS,
@@ -112,11 +112,11 @@ def pack_directives(
     Loads are (batches, ranks), as loaded and as trained.
     """
     if plan is not None and slices is not None:
-        extras = replace(
-            extras, planned=True, rebatched=plan.steps is not None, partition_seconds=plan.seconds,
+        broadcast = replace(
+            broadcast, planned=True, rebatched=plan.steps is not None, partition_seconds=plan.seconds,
             num_fields=slices.source_totals.shape[1],
         )  # fmt: skip
-    rows = _Rows(extras.world_size, pack_changed(extras))
+    rows = _Rows(broadcast.world_size, pack_changed(broadcast))
     rows.add(np.stack([home_loads.T, loads.T], axis=2).astype("<f8", copy=False))
     if plan is not None and slices is not None:
         begins, source_begins = slices.home_begin, slices.source_begin[:: slices.num_batches]
@@ -129,7 +129,7 @@ def pack_directives(
             cut_begins = np.concatenate([[0], np.cumsum(further)])[begins]
             rows.header["num_cuts"] = np.diff(cut_begins)
             rows.add(cuts, cut_begins)
-        rows.add(np.diff(slices.source_begin).astype("<i4").reshape(extras.world_size, -1))
+        rows.add(np.diff(slices.source_begin).astype("<i4").reshape(broadcast.world_size, -1))
         for array in (slices.sources, slices.source_counts, slices.source_totals):
             rows.add(array, source_begins)
     return rows.table()
@@ -138,11 +138,11 @@ def pack_directives(
 class _Rows:
     """A table of bytes, a row for each rank, filled part by part without a loop over ranks."""
 
-    def __init__(self, num_ranks: int, extras: bytes) -> None:
-        self.header = np.zeros(num_ranks, HEADER)
-        self.header["extras"] = len(extras)
-        self._extras = np.frombuffer(extras, np.uint8)
-        self._ends = np.full(num_ranks, HEADER.itemsize + len(extras) + -len(extras) % 8, np.int64)
+    def __init__(self, num_ranks: int, broadcast: bytes) -> None:
+        self.header = np.zeros(num_ranks, _HEADER)
+        self.header["broadcast"] = len(broadcast)
+        self._broadcast = np.frombuffer(broadcast, np.uint8)
+        self._ends = np.full(num_ranks, _HEADER.itemsize + len(broadcast) + -len(broadcast) % 8, np.int64)
         self._parts: list[tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]] = []
 
     def add(self, array: NDArray[Any], begins: NDArray[np.int64] | None = None) -> None:
@@ -161,8 +161,8 @@ class _Rows:
         self.header["size"] = self._ends
         width = int(self._ends.max())
         table = np.zeros((len(self.header), width), np.uint8)
-        table[:, : HEADER.itemsize] = self.header.view(np.uint8).reshape(len(self.header), -1)
-        table[:, HEADER.itemsize : HEADER.itemsize + len(self._extras)] = self._extras
+        table[:, : _HEADER.itemsize] = self.header.view(np.uint8).reshape(len(self.header), -1)
+        table[:, _HEADER.itemsize : _HEADER.itemsize + len(self._broadcast)] = self._broadcast
         words, rows = table.reshape(-1).view("<u4"), np.arange(len(self.header)) * (width // 4)
         for part, begins, ends in self._parts:
             shifts = np.repeat(rows + ends - begins[:-1], np.diff(begins))
@@ -177,8 +177,8 @@ def read_directive(
 
     `samples` are those that it has contributed, `template` is an empty batch of the round before.
     """
-    _, num_extras, num_parts, num_cuts, num_sources, _ = row[: HEADER.itemsize].view("<u4").tolist()
-    at = HEADER.itemsize
+    _, num_broadcast, num_parts, num_cuts, num_sources, _ = row[: _HEADER.itemsize].view("<u4").tolist()
+    at = _HEADER.itemsize
 
     def take(dtype: np.dtype[Any], *shape: int) -> NDArray[Any]:
         nonlocal at
@@ -186,18 +186,18 @@ def read_directive(
         begin, at = at, at + size + -size % 8
         return row[begin : begin + size].view(dtype).reshape(shape)
 
-    packed = take(_U1, num_extras)
-    extras = Extras(**pickle.loads(packed.tobytes())) if num_extras else NO_EXTRAS
-    decision, figures, count = extras.decision, extras.figures, len(extras.figures)
-    template = extras.template or template
+    packed = take(_U1, num_broadcast)
+    broadcast = Broadcast(**pickle.loads(packed.tobytes())) if num_broadcast else NO_BROADCAST
+    decision, figures, count = broadcast.decision, broadcast.figures, len(broadcast.figures)
+    template = broadcast.template or template
     loads = take(_F8, count, 2).tolist()
-    if extras.planned:
+    if broadcast.planned:
         destinations = take(_I4, num_parts)
-        steps = take(_I4, num_parts) if extras.rebatched else None
+        steps = take(_I4, num_parts) if broadcast.rebatched else None
         cuts = take(_I8, num_cuts, 2)
         ends = np.cumsum(take(_I4, count)).tolist()
         sources, counts = take(_I4, num_sources), take(_I4, num_sources)
-        totals = take(_I8, num_sources, extras.num_fields)
+        totals = take(_I8, num_sources, broadcast.num_fields)
         slices = tuple(
             Slice(
                 rank=rank, destinations=destinations if steps is None else destinations[steps == batch],
@@ -206,9 +206,9 @@ def read_directive(
             for batch, (begin, end) in enumerate(pairwise([0, *ends]))
         )  # fmt: skip
         plan = RankPlan(steps=steps, slices=slices, figures=figures)
-        if extras.pieces is not None:
+        if broadcast.pieces is not None:
             steps, parts = read_parts(cuts, num_parts - num_cuts, steps, count)
-            plan = replace(plan, steps=steps, cuts=parts, splits=read_splits(extras.pieces, count))
+            plan = replace(plan, steps=steps, cuts=parts, splits=read_splits(broadcast.pieces, count))
     else:
         if not len(samples) and template is not None:  # a rank whose data has ended has samples of no fields
             samples = replace(samples, lengths=template.lengths)
@@ -216,11 +216,11 @@ def read_directive(
     reports = tuple(
         RoundReport(
             round=number, batch=batch, mode=decision.mode, reason=decision.reason, ranks=decision.ranks,
-            world_size=extras.world_size, home_load=home_load, own_load=own_load,
-            own_samples=int(plan.slices[batch].source_counts.sum()), wait_seconds=extras.wait_seconds,
-            partition_seconds=extras.partition_seconds, learned=extras.learned,
+            world_size=broadcast.world_size, home_load=home_load, own_load=own_load,
+            own_samples=int(plan.slices[batch].source_counts.sum()), wait_seconds=broadcast.wait_seconds,
+            partition_seconds=broadcast.partition_seconds, learned=broadcast.learned,
             **vars(one),
         )
         for batch, (one, (home_load, own_load)) in enumerate(zip(figures, loads, strict=True))
     )  # fmt: skip
-    return Directive(decision=decision, plan=plan, reports=reports, template=template, extras=extras)
+    return Directive(decision=decision, plan=plan, reports=reports, template=template, broadcast=broadcast)

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.api import evenness
+from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples, partition_batches
 from evenkeel.partitioning.slices import Slices
-from evenkeel.partitioning.stages import plan_round, slice_round
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Contributions, schema_number
 from trainer_client.balancing.decide import NAMES, Decision, Rules, decide, spread
-from trainer_client.balancing.directive import END, NO_LOADS, Extras, pack_directives
+from trainer_client.balancing.directive import END, NO_LOADS, Broadcast, pack_directives
 from trainer_client.balancing.errors import ResumeError, SchemaMismatchError
 from trainer_client.balancing.groups import Bytes
 from trainer_client.balancing.kernels import Kernels
@@ -53,7 +53,7 @@ class Round:
     home_loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) as loaded
     loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) as trained
     step_seconds: float = 0.0  # median of a step's computation, for people to see
-    extras: Extras = field(default_factory=Extras)
+    broadcast: Broadcast = field(default_factory=Broadcast)
 
     def abandon(self) -> None:
         """It does not take place, as its pass is over: nobody waits for its plan."""
@@ -150,7 +150,7 @@ class Lead:
         """Decides what a round does, and asks for its plan."""
         round_ = Round(
             number=number, contributions=contributions, decision=END, options=self._options,
-            extras=Extras(world_size=self.world_size),
+            broadcast=Broadcast(world_size=self.world_size),
         )  # fmt: skip
         try:
             round_.decision = decision = decide(contributions, self._rules, number)
@@ -166,20 +166,20 @@ class Lead:
 
     def directives(self, round_: Round) -> Bytes:
         """(ranks, width) what all ranks are sent of a round."""
+        broadcast = round_.broadcast
         try:
             if round_.samples is not None:
                 if round_.template is not None and round_.template is not self._templates.sent:
-                    round_.extras.template = round_.template
+                    broadcast.template = round_.template
                 for stage in reversed(self._stages):
                     stage.finish(round_)
-            round_.extras.decision = round_.decision
+            broadcast.decision = round_.decision
             table = pack_directives(
-                round_.extras, home_loads=round_.home_loads, loads=round_.loads, plan=round_.plan, slices=round_.slices
+                broadcast, home_loads=round_.home_loads, loads=round_.loads, plan=round_.plan, slices=round_.slices
             )
-            self._templates.sent = round_.extras.template or self._templates.sent
+            self._templates.sent = broadcast.template or self._templates.sent
         except Exception as error:
-            failed = self._failed(round_.number, error)
-            return pack_directives(Extras(decision=failed, world_size=self.world_size))
+            return pack_directives(Broadcast(decision=self._failed(round_.number, error), world_size=self.world_size))
         return table
 
     def _failed(self, number: int, error: Exception) -> Decision:
@@ -207,12 +207,12 @@ class Planning(Stage):
             self._say_unplanned(round_.number, round_.decision)
         if round_.plan is not None:
             round_.slices = slice_round(round_.plan, samples, compiled=not round_.plain)
-            round_.extras.figures = round_.plan.batches
+            round_.broadcast.figures = round_.plan.batches
             round_.home_loads, round_.loads = round_.plan.loads_before, round_.plan.loads_after
             return
         loads = samples.home_loads
         unknown = np.full_like(loads, np.nan) if reason is Reason.INVALID_COSTS else loads
-        round_.extras.figures = _figures(unknown, samples, round_.options)
+        round_.broadcast.figures = _figures(unknown, samples, round_.options)
         if reason is Reason.INVALID_COSTS:
             loads[:, list(round_.decision.ranks)] = np.nan
         round_.home_loads = round_.loads = loads

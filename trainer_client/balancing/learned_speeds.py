@@ -42,7 +42,7 @@ class SpeedLearner(Stage):
         self._note(round_.number, round_.contributions.headers["measured"])
         if self._estimators is None or not (self.learned or self.learned.delays):
             return
-        round_.extras.learned, round_.step_seconds = self.learned, self._estimators[0].step_seconds
+        round_.broadcast.learned, round_.step_seconds = self.learned, self._estimators[0].step_seconds
         if self.learned and round_.samples is not None and round_.decision.mode is Mode.EMBEDDED:
             samples = round_.samples
             homes = np.repeat(np.arange(samples.num_ranks), samples.counts_at_home)

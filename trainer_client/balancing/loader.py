@@ -452,7 +452,7 @@ class _Loop:
         window.done += 1
         state = LoaderState(name=self._loader.name, source=window.end, batches=self._batches)
         if window.left:
-            for_states = {**(directive.extras.for_states or {}), "done": window.done}
+            for_states = {**(directive.broadcast.for_states or {}), "done": window.done}
             state = replace(state, source=window.begin, window=for_states)
         return _Moving(pending, directive.reports[batch], directive.splits(batch), state)
 

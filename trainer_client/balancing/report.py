@@ -141,7 +141,7 @@ class Counters:
         breaker_changes: How often the lead has stopped asking the service, or begun again; 0 on other ranks.
         breaker_open: Whether the lead has stopped asking the service for a while; False on other ranks.
         wait_seconds: Sum of the lead's waits for the service.
-        dropped_samples: Samples that this rank loaded and nobody trained because of `drop_last`.
+        dropped_samples: Samples that this rank loaded and nobody trained, as those of batches that `drop_last` drops.
         exposed_seconds: Sum of the time that the training thread waited for a round.
         redistribution_seconds: Sum of the time that the training thread spent in starting and finishing moves.
         loading_seconds: Sum of the time that the training thread waited for the wrapped loader.

@@ -178,8 +178,8 @@ class Rounds:
         directive = read_directive(row, number=ticket.number, rank=rank, samples=samples, template=self.template)
         assert directive.template is not None
         self.template = directive.template
-        if directive.extras.fit is not None:
-            self._fits.append((ticket.number + self.clock.depth, directive.extras.fit[0]))
+        if directive.broadcast.fit is not None:
+            self._fits.append((ticket.number + self.clock.depth, directive.broadcast.fit[0]))
         if directive.ended:
             self._end = directive.decision
         elif directive.decision.last:

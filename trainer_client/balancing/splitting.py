@@ -39,7 +39,7 @@ class Splitting(Stage):
     def finish(self, round_: Round) -> None:
         """Tells of the pieces."""
         if round_.plan is not None and round_.plan.parts is not None:
-            round_.extras.pieces = round_.plan.parts.pieces
+            round_.broadcast.pieces = round_.plan.parts.pieces
 
 
 def check_divides(cost: Cost, flat: FlatBatch) -> None:

@@ -1,6 +1,6 @@
 """A round at the lead, as a list of stages: each capability is one line here, and one file or folder elsewhere.
 
-What a plan takes into account beside them are stages of `evenkeel.partitioning.stages`.
+What a plan takes into account beside them is listed in `evenkeel.partitioning.refinements`.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class WindowStates(Stage):
             batches = tuple(range(round_.samples.num_batches)) if batches is None else batches
             done = batches[window["done"] - 1] + 1 if window["done"] else 0
             round_.decision = replace(round_.decision, batches=tuple(one for one in batches if one >= done), done=done)
-        round_.extras.for_states = {
+        round_.broadcast.for_states = {
             "size": self._size,
             "digest": digest,
             "speeds": list(round_.options.speeds),

@@ -66,14 +66,14 @@ def plan(
     from evenkeel.credentials import read_credentials
     from evenkeel.placement.plan_file import PlanFile
     from evenkeel.planner_client import PlannerClient
-    from trainer_client.cli import placing
+    from trainer_client.cli import plan_io
     from trainer_client.cli.files import read
 
     paths = {"--output": output, "--report": report, "--sharding-plan": sharding_plan}
     outputs = {flag: path for flag, path in paths.items() if path is not None}
     quiet = as_json or code
     with errors_in_a_sentence():
-        request = placing.build_request(
+        request = plan_io.build_request(
             read(tables),
             topology=topology,
             hbm_gib=hbm_gib,
@@ -82,23 +82,23 @@ def plan(
             profile=None if profile is None else read(profile, _PROFILE),
             overrides={"runtime": runtime, "samples_per_rank": samples, "dense_ms": dense_ms},
         )
-        placing.check_outputs(outputs, tables, request)
-        request, lines = placing.with_statistics_of(statistics or (), request)
-        request, hot = placing.with_hot_rows_of(hot_rows_gib, request)
+        plan_io.check_outputs(outputs, tables, request)
+        request, lines = plan_io.with_statistics_of(statistics or (), request)
+        request, hot = plan_io.with_hot_rows_of(hot_rows_gib, request)
         client = PlannerClient.of(planner, credentials=read_credentials(tls_ca, token_file), cache=cache)
         with waiting("planning", quiet=quiet):
             content = PlanFile(request=request, plan=client.plan(request))
         if clock is not None and content.plan.placements:
             with waiting("running plans", quiet=quiet):
-                content = placing.race(content, clock, statistics or (), device)
-        texts = placing.texts(content, sharding_plan)
+                content = plan_io.race(content, clock, statistics or (), device)
+        texts = plan_io.texts(content, sharding_plan)
     troubles = {flag: write(flag, path, texts[flag]) for flag, path in outputs.items() if flag in texts}
     if as_json:
         typer.echo(texts["--output"], nl=False)
     elif code:
-        placing.show_code(content)
+        plan_io.show_code(content)
     else:
-        placing.show(content, lines + hot)
+        plan_io.show(content, lines + hot)
         for flag, trouble in troubles.items():
             if not trouble:
                 typer.echo(f"{flag[2:].replace('output', 'plan').replace('-', ' ')} written to {outputs[flag]}")

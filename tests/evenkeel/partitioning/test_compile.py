@@ -64,7 +64,8 @@ def test_what_is_compiled_once_is_loaded_before_the_first_round(tmp_path: Path) 
     assert run(read_only + program, tmp_path) == "True 1 0"
     for file in (tmp_path / "cache").rglob("*.nb?"):
         file.write_bytes(b"damaged")
-    assert run("from package.small import load; load(); print('works')", tmp_path) == "works"
+    assert run(program, tmp_path) == "False 1 0"
+    assert run(program, tmp_path) == "True 1 0"
 
 
 def test_a_process_that_ends_does_not_wait_for_its_compiler(tmp_path: Path) -> None:

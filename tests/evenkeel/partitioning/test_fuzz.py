@@ -22,10 +22,10 @@ from evenkeel.partitioning import ImpossiblePartitionError, Partition, Partition
 from evenkeel.partitioning.lpt import kept_at_home
 from evenkeel.partitioning.minimal_move import between_nodes
 from evenkeel.partitioning.problem import make_problem, with_crowding
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches
 from evenkeel.partitioning.split_search import split_batch
 from evenkeel.partitioning.splits import SpanCosts
-from evenkeel.partitioning.stages import plan_round
 from evenkeel.partitioning.windows import regroup, step_bounds
 from tests.evenkeel.partitioning.instances import (
     Rng,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from evenkeel.partitioning import PartitionError
+from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import RankPlan, RoundOptions, RoundPlan
 from evenkeel.partitioning.splits import Cuts, SplitOptions, part_ranges, read_parts, read_splits
-from evenkeel.partitioning.stages import plan_round, slice_round
 from tests.evenkeel.protocol.rounds import GRANULE, HEAD, ROLES, Round, make_round, rounds, split_samples
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
-from evenkeel.partitioning.stages import plan_round
 from tests.evenkeel.partitioning.instances import round_of
 from tests.evenkeel.partitioning.reference import rows_of
 

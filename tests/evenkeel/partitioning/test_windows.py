@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from evenkeel.partitioning import PartitionError, partition
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundPlan
-from evenkeel.partitioning.stages import plan_round
 from tests.evenkeel.partitioning.instances import round_of
 
 

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import PartitionError
+from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
 from evenkeel.partitioning.splits import SplitOptions
-from evenkeel.partitioning.stages import plan_round, slice_round
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol.plan_round import (
     InvalidMessage,

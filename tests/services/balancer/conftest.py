@@ -7,7 +7,7 @@ from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 
 STRATEGIES = """
 import ctypes, time
-from evenkeel.partitioning.minimal_move import lpt
+from evenkeel.partitioning.lpt import lpt
 
 def crash(problem):
     ctypes.string_at(0)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import ServiceProcess
 from evenkeel.partitioning import PartitionError
-from evenkeel.partitioning.stages import plan_round
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol.plan_round import RoundNames
 from tests.evenkeel.protocol.rounds import Round, make_round, rounds

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.delays import Cause, Delay
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.speeds import Straggler
-from evenkeel.partitioning.stages import plan_round
 from evenkeel.protocol.plan_round import RoundNames, RunFacts
 from services.balancer.history import (
     FORGOTTEN_SECONDS,

@@ -11,14 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import RankSamples, RoundOptions
 from evenkeel.partitioning.splits import WIDTH
-from evenkeel.partitioning.stages import plan_round, slice_round
-from trainer_client.balancing import directive
 from trainer_client.balancing.batches import BatchSpec, flatten
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, State
 from trainer_client.balancing.decide import Decision, Rules, decide
-from trainer_client.balancing.directive import Directive, pack_directives, read_directive
+from trainer_client.balancing.directive import Broadcast, Directive, pack_directives, read_directive
 from trainer_client.balancing.report import Mode, Reason
 
 NUMBERS = st.integers(0, 2**40)
@@ -118,7 +117,7 @@ def test_directives_are_read_as_written(
         plan = replace(plan, steps=draw.integers(0, gathered.num_batches, len(gathered.costs)).astype(np.int32))
     slices = slice_round(plan, gathered)
     decision = Decision(mode=Mode.EMBEDDED, reason=Reason.NO_SERVICE, last=last)
-    alike = directive.Extras(decision=decision, world_size=len(samples), figures=plan.batches, wait_seconds=0.5)
+    alike = Broadcast(decision=decision, world_size=len(samples), figures=plan.batches, wait_seconds=0.5)
     table = pack_directives(alike, home_loads=plan.loads_before, loads=plan.loads_after, plan=plan, slices=slices)
     for rank, own in enumerate(samples):
         read = read_directive(table[rank], number=5, rank=rank, samples=own)
@@ -138,7 +137,7 @@ def test_directives_are_read_as_written(
             assert (report.round, report.batch, report.wait_seconds) == (5, batch, 0.5)
         assert read.plan.figures == plan.batches
     home = Decision(mode=Mode.IDENTITY, batches=(0,))
-    stays = directive.Extras(decision=home, world_size=len(samples), figures=plan.batches)
+    stays = Broadcast(decision=home, world_size=len(samples), figures=plan.batches)
     table = pack_directives(stays, home_loads=plan.loads_before, loads=plan.loads_before)
     template = flatten({"n": torch.ones(1).long(), "v": torch.ones(1)}, BatchSpec(rows_per_sample={"v": "n"})).empty()
     for rank, own in enumerate(samples):
@@ -154,7 +153,7 @@ def test_directives_are_read_as_written(
 def test_a_directive_without_a_plan_leaves_every_sample_at_home() -> None:
     error = ValueError("why")
     for decision in (Decision(mode=Mode.END, error=error), Decision(mode=Mode.END, reason=Reason.LEFT, ranks=(1,))):
-        row = pack_directives(directive.Extras(decision=decision, world_size=2))[1]
+        row = pack_directives(Broadcast(decision=decision, world_size=2))[1]
         read = read_directive(row, number=0, rank=1, samples=Contribution().samples)
         assert isinstance(read, Directive)
         assert read.ended
@@ -172,7 +171,7 @@ NOTHING_LEFT = Contribution(state=State.EXHAUSTED)
 
 
 def test_nothing_is_said_by_default() -> None:
-    assert read_directive(pack_directives(directive.Extras())[0], number=0, rank=0, samples=one(count=0).samples).ended
+    assert read_directive(pack_directives(Broadcast())[0], number=0, rank=0, samples=one(count=0).samples).ended
     header = Contributions.of([Contribution()]).headers[0]
     assert [name for name in header.dtype.names if np.any(header[name])] == ["size"]
 

@@ -69,7 +69,7 @@ class CostLearner(Stage):
         """Lets the ranks follow a new fit."""
         fit = self.fit
         if fit is not self._sent:
-            round_.extras.fit, self._sent = (fit,), fit
+            round_.broadcast.fit, self._sent = (fit,), fit
 
     def _keep(self, rows_of: dict[int, NDArray[np.float64]], options: FitOptions) -> None:
         """Keeps the latest batches of each rank but for the first ones."""

@@ -1,7 +1,7 @@
-"""From the samples of a round to its plan: the stages by which balancer and lead plan, in their order.
+"""How a round is planned, by the balancer and by the lead: each batch is partitioned, then what a partition cannot do.
 
-A stage takes the plan of the stage before it, or why there is none within the memory caps, and returns a better one.
-Without its line in `STAGES`, rounds are planned without what it does.
+A refinement takes the plan of the one before it, or why there is none within the memory caps, and returns a better one,
+or what it was given. Without its line in `REFINEMENTS`, rounds are planned without what it does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,24 +21,11 @@ from evenkeel.partitioning.users import gather_users
 from evenkeel.partitioning.windows import gather_heavy
 
 Found: TypeAlias = RoundPlan | PartitionError
-
-
-class Stage(NamedTuple):
-    """A step on the way to a plan.
-
-    Attributes:
-        is_needed: Whether it has anything to do in a round.
-        improve: A better plan, or the one that it is given.
-    """
-
-    is_needed: Callable[[RoundSamples, RoundOptions], bool]
-    improve: Callable[[RoundSamples, RoundOptions, Found], Found]
-
-
-STAGES = (
-    Stage(lambda samples, options: samples.num_batches > 1 and not options.stay, gather_heavy),
-    Stage(lambda samples, options: options.split is not None and samples.divisible is not None, split_heavy),
-    Stage(lambda samples, options: samples.users is not None and not options.stay, gather_users),
+Refinement: TypeAlias = Callable[[RoundSamples, RoundOptions, Found], Found]
+REFINEMENTS: tuple[Refinement, ...] = (
+    gather_heavy,
+    split_heavy,
+    gather_users,
 )
 
 
@@ -53,9 +40,8 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
     """
     began = time.perf_counter()
     found: Found = partition_batches(samples, options)
-    for stage in STAGES:
-        if stage.is_needed(samples, options):
-            found = stage.improve(samples, options, found)
+    for refine in REFINEMENTS:
+        found = refine(samples, options, found)
     if isinstance(found, PartitionError):
         raise found
     return replace(found, seconds=time.perf_counter() - began)
