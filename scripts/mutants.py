@@ -36,10 +36,11 @@ ROOT = Path(__file__).parents[1]
 ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests in its own folder or in another
     "partition": (
         "evenkeel/partitioning", "api minimal_move windows refinements",
-        "api strategies minimal_move windows memory fuzz",
+        "same_everywhere api strategies minimal_move refinements fuzz",
     ),
     "kernels": (
-        "evenkeel/partitioning", "local_search lpt karmarkar_karp matching problem", "strategies minimal_move api",
+        "evenkeel/partitioning", "local_search lpt karmarkar_karp matching problem",
+        "same_everywhere strategies minimal_move api",
     ),
     "slices": ("evenkeel/partitioning", "slices", "slices"),
     "decide": ("trainer_client/balancing", "decide", "messages stages model/protocol"),
@@ -47,7 +48,7 @@ ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests
     "directive": ("trainer_client/balancing", "directive", "messages stages"),
     "routing": ("trainer_client/embedding/routing", "ownership bucketize skew", "bucketize kjt"),
     "checkpoint": ("trainer_client/embedding/checkpoint", "convert record files optimizers", "convert optimizers"),
-    "solver": ("evenkeel/placement", "search program trivial", "bounds search"),
+    "solver": ("evenkeel/placement", "search program trivial", "search"),
 }  # fmt: skip
 INTERPRETED = {"kernels", "slices"}  # whose kernels are not compiled, which would take a minute for each mutant
 # tests that do not take as long

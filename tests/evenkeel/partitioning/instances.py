@@ -111,14 +111,16 @@ def draw_options(rng: Rng, costs: NDArray[Any], homes: NDArray[np.int32], num_ra
         given["sizes"] = draw_amounts(rng, n)
     if rng.random() < 0.35:
         given["memory"], used = draw_amounts(rng, n), np.zeros(num_ranks)
-        np.add.at(used, one_of(rng, rng.permutation(homes), rng.integers(0, num_ranks, n)), given["memory"])
+        held = one_of(rng, rng.permutation(homes), rng.integers(0, num_ranks, n))
+        np.add.at(used, held, given["memory"])
         given["memory_caps"] = one_of(
             rng,
-            used,  # exactly what some assignment needs
+            used,  # exactly what an assignment needs
             np.full(num_ranks, float(used.max(initial=0.0)) * rng.uniform(0.5, 1.5)),
             np.where(rng.random(num_ranks) < 0.5, np.inf, used),
             np.where(rng.random(num_ranks) < 0.3, 0.0, 10.0 ** rng.uniform(-300, 300, num_ranks)),
         )
+        given["is_possible"] = given["counts"] == "free" and bool((used <= given["memory_caps"]).all())
     return given
 
 
@@ -142,7 +144,10 @@ def draw_split(rng: Rng) -> tuple[SpanCosts, NDArray[np.int32], int, dict[str, A
         options["nodes"] = rng.integers(0, 4, num_ranks)
     if rng.random() < 0.3:
         mean = float(spans.positions.sum()) / num_ranks
-        options |= {"memory": spans.positions, "memory_caps": np.full(num_ranks, mean * rng.uniform(0.5, 4) + 1)}
+        options |= {
+            "memory": spans.positions,
+            "memory_caps": mean * rng.uniform(0.5, 4, one_of(rng, (1,), (num_ranks,))) + np.ones(num_ranks),
+        }
     which = np.flatnonzero(rng.random(n) < 0.8)
     divisible = Divisible.with_spans(spans.take(which), which, spans.head[which])
     assert check_table(divisible.table, spans.whole) == ""

@@ -75,7 +75,8 @@ def check_answer(
         assert loads.dtype == costs.dtype
     times = found.loads / np.asarray(given.get("speeds", np.ones(num_ranks)))
     largest = float(times.max())
-    assert math.isclose(found.imbalance, largest / times.mean() if largest > 1e-290 else found.imbalance, rel_tol=1e-9)
+    imbalance = largest / times.mean() if largest > 1e-290 else found.imbalance if largest else 1.0
+    assert math.isclose(found.imbalance, imbalance, rel_tol=1e-9)
     assert found.lower_bound <= largest * (1 + 1e-12) + 1e-323
     assert found.imbalance >= 1 - 1e-9 or largest < 1e-300
     moved, sizes = ranks != homes, np.asarray(given.get("sizes", costs), np.float64)
@@ -130,6 +131,7 @@ def check_partition(rng: Rng) -> None:
     n, num_ranks = draw_shape(rng)
     costs, homes = draw_amounts(rng, n), draw_homes(rng, n, num_ranks)
     given = draw_options(rng, costs, homes, num_ranks)
+    is_possible = given.pop("is_possible", False)
     check_problem(costs, homes, num_ranks, given)
     if costs.dtype == np.int64 and costs.sum() < 1 << 40 and n < 100:
         check_strategies(costs, homes, num_ranks, given)
@@ -142,6 +144,7 @@ def check_partition(rng: Rng) -> None:
     if refusal is not None:
         # Of whole units the search may miss an assignment this close to a cap, but must not disprove it.
         proven, least, amounts = isinstance(refusal, ImpossiblePartitionError), math.inf, given["memory"]
+        assert not (proven and is_possible), "caps that an assignment keeps, down to the rounding of their sums"
         doubt = 0 if proven else 2 * n * Fraction(float(amounts.max())) / 2**58
         for ranks in every if given["strategy"] != "plain" or not doubt else ():
             used = _sums(amounts, ranks, num_ranks, Fraction(n * doubt))
@@ -153,6 +156,13 @@ def check_partition(rng: Rng) -> None:
         return
     check_answer(found, costs, homes, num_ranks, given)
     assert (partition(costs, homes, num_ranks, **given).destinations == found.destinations).all()
+    is_plain = given["strategy"] in ("karmarkar_karp", "lpt") and not given.keys() & {"memory", "speeds"}
+    if is_plain and costs.dtype == np.int64 and costs.sum() < 1 << 50:
+        unit, given["sizes"] = 2.0 ** one_of(rng, -1, -1000, 900), given.get("sizes", costs)
+        scaled = partition(costs * unit, homes, num_ranks, **given)
+        assert (scaled.destinations == found.destinations).all()
+        assert (scaled.loads == found.loads * unit).all()
+        assert scaled.lower_bound == found.lower_bound * unit
     speeds = [Fraction(float(speed)) for speed in given.get("speeds", np.ones(num_ranks))]
     for ranks in every:
         largest = max(x / speed for x, speed in zip(_sums(costs, ranks, num_ranks), speeds, strict=True))
@@ -181,11 +191,16 @@ def check_window(rng: Rng) -> None:
         return
     assert (plan_round(samples, options).destinations == found.destinations).all()
     of = steps if found.steps is None else found.steps
+    assert (of != steps).any() or (found.destinations == alone.destinations).all()
     for step, figures in enumerate(found.batches):
         own, loaded = np.flatnonzero(of == step), steps == step
         assert own.size == loaded.sum()
         loads = _loads(costs[own], found.destinations[own], num_ranks)
         at_home = np.bincount(homes[loaded], costs[loaded], num_ranks)
+        if "memory" in given:
+            assert _within(
+                _sums(given["memory"][own], found.destinations[own], num_ranks), given["memory_caps"], ROUNDING
+            )
         assert np.allclose(loads, found.loads_after[step])
         assert np.allclose(at_home, found.loads_before[step])
         largest = float((found.loads_after[step] / speeds).max())
@@ -203,14 +218,16 @@ def check_window(rng: Rng) -> None:
 
 
 def check_users(rng: Rng) -> None:
-    """Users: no rank has more to do, no cap is broken, and fewer rows are looked up, or nothing changes."""
+    """Users: in no batch has a rank more to do, no cap is broken, and fewer rows are looked up, or nothing changes."""
     n, num_ranks = draw_shape(rng)
-    costs, homes = draw_amounts(rng, n), draw_homes(rng, n, num_ranks)
+    num_steps = one_of(rng, 1, 1, 2, 3)
+    costs, homes, steps = draw_amounts(rng, n), draw_homes(rng, n, num_ranks), rng.integers(0, num_steps, n)
     if rng.random() < 0.5:  # many samples of a user, alike
         costs = rng.lognormal(4, one_of(rng, 0.2, 1.0), 60).astype(np.int64)[np.arange(n) % 60] + 1
     given = draw_options(rng, costs, homes, num_ranks)
     users = rng.integers(0, one_of(rng, 2, 20, 60, 1 << 32), n)
-    samples, options = round_of(costs, homes, num_ranks, users=users, **given)
+    steps = steps[np.lexsort((steps, homes))]
+    samples, options = round_of(costs, homes, num_ranks, users=users, steps=steps, num_steps=num_steps, **given)
     try:
         found, without = plan_round(samples, options), plan_round(replace(samples, users=None), options)
     except PartitionError:
@@ -218,19 +235,23 @@ def check_users(rng: Rng) -> None:
     assert (plan_round(samples, options).destinations == found.destinations).all()
     alone = plan_round(replace(samples, users=np.arange(n, dtype=np.uint32)), options)
     assert (alone.destinations == without.destinations).all(), "users of one sample each change something"
-    assert np.bincount(found.destinations).tolist() == np.bincount(without.destinations).tolist()
+    assert np.array_equal(found.steps, without.steps)
     assert (found.loads_before == without.loads_before).all()
-    (figures,), (before,) = found.batches, without.batches
-    assert figures.max_load_after <= before.max_load_after
-    assert (figures.lower_bound, figures.samples) == (before.lower_bound, before.samples)
-    assert np.allclose(found.loads_after[0], _loads(costs, found.destinations, num_ranks), atol=0)
-    moved, sizes = found.destinations != homes, np.asarray(samples.moving_sizes, np.float64)
-    assert figures.moved_samples == moved.sum()
-    assert math.isclose(figures.moved_size, math.fsum(sizes[moved].tolist()), rel_tol=1e-9, abs_tol=0.5)
-    if (found.destinations != without.destinations).any():
-        assert rows_of(users, sizes, found.destinations) < rows_of(users, sizes, without.destinations)
-    if "memory" in given:
-        assert _within(_sums(given["memory"], found.destinations, num_ranks), given["memory_caps"], Fraction(1, 10**9))
+    of, sizes = steps if found.steps is None else found.steps, np.asarray(samples.moving_sizes, np.float64)
+    for step, (figures, before) in enumerate(zip(found.batches, without.batches, strict=True)):
+        own = of == step
+        ranks, ranks_before = found.destinations[own], without.destinations[own]
+        assert np.bincount(ranks).tolist() == np.bincount(ranks_before).tolist()
+        assert figures.max_load_after <= before.max_load_after
+        assert (figures.lower_bound, figures.samples) == (before.lower_bound, before.samples)
+        assert np.allclose(found.loads_after[step], _loads(costs[own], ranks, num_ranks), atol=0)
+        moved = ranks != homes[own]
+        assert figures.moved_samples == moved.sum()
+        assert math.isclose(figures.moved_size, math.fsum(sizes[own][moved].tolist()), rel_tol=1e-9, abs_tol=0.5)
+        if (ranks != ranks_before).any():
+            assert rows_of(users[own], sizes[own], ranks) < rows_of(users[own], sizes[own], ranks_before)
+        if "memory" in given:
+            assert _within(_sums(given["memory"][own], ranks, num_ranks), given["memory_caps"], Fraction(1, 10**9))
 
 
 def check_split(rng: Rng) -> None:

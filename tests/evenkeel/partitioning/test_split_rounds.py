@@ -74,11 +74,17 @@ def test_values_arrive_once_and_pieces_are_where_they_say(done: Round) -> None:
         plan = plan_round(done.samples, done.options)
     except PartitionError:
         return
-    plans = owns(done, plan)
+    strangers = replace(done.samples, users=None)
+    plans, alone = owns(done, plan), plan_round(strangers, done.options)
+    assert plan_round(done.samples, done.options.spreading()).parts is None  # where nothing is balanced
+    if alone.parts is None:
+        assert alone.batches == plan_round(strangers, replace(done.options, split=None)).batches
     seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for batch, figures in enumerate(plan.batches):
+        assert figures.max_load_after <= alone.batches[batch].max_load_after
         arrived = carried_out(done, plans, batch)
         splits = plans[0].splits[batch]
+        assert not splits or arrived == carried_out(done, owns(done, alone), batch), "users change no batch with parts"
         parts = [(rank, place) for rank, ranks in enumerate(arrived) for place in range(len(ranks))]
         of_pieces = [(piece.rank, piece.sequence) for sample in splits for piece in sample.pieces]
         assert len(set(of_pieces)) == len(of_pieces)
@@ -122,26 +128,6 @@ def round_with(items: list[list[int]], **options: Any) -> Round:
 
 
 GIANTS = [[900, 20, 20], [20, 20, 20], [20, 20, 20], [20, 20, 20]]
-
-
-def test_a_giant_is_no_longer_the_bound() -> None:
-    done = round_with(GIANTS)
-    (figures,) = plan_round(done.samples, done.options).batches
-    assert (figures.split_samples, figures.pieces) == (1, 4)
-    assert figures.max_load_after < 1.02 * figures.mean_load
-    assert figures.max_load_whole >= figures.lower_bound > 3 * figures.mean_load
-    (whole,) = plan_round(done.samples, replace(done.options, split=None)).batches
-    assert whole.split_samples == 0
-    assert whole.max_load_after == figures.max_load_whole
-    assert plan_round(done.samples, done.options.spreading()).parts is None  # where nothing is balanced
-
-
-def test_without_giants_the_plan_is_the_same_as_ever() -> None:
-    done = round_with(np.random.default_rng(1).integers(61, 80, (4, 8)).tolist())
-    plan, before = plan_round(done.samples, done.options), plan_round(done.samples, RoundOptions())
-    assert plan.parts is None
-    assert plan.batches == before.batches
-    assert np.array_equal(plan.destinations, before.destinations)
 
 
 def test_what_fits_no_rank_is_split_for_that_alone() -> None:

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from evenkeel.placement import PlanRequest, SolverOptions, Table, plan
+from evenkeel.placement import PlanRequest, Sharding, SolverOptions, Table, plan
 from tests.evenkeel.placement.instances import random_tables, request
 
 LIMIT_S = 1.0
@@ -33,11 +33,18 @@ def pooled_and_sequences() -> PlanRequest:
     return request(tables, hbm_gib=60, host_gib=400, solver=SolverOptions(time_limit_s=LIMIT_S))
 
 
+def over_all_ranks_there_may_be() -> PlanRequest:
+    table = Table(name="t", rows=10**9, dim=32_768, pooled=True, sharding=Sharding.COLUMN_WISE)
+    tables, solver = tuple(replace(table, name=f"t{i}") for i in range(3)), SolverOptions(time_limit_s=LIMIT_S)
+    return request(tables, hbm_gib=80, ranks=65_536, ranks_per_host=8, runtime="torchrec", solver=solver)
+
+
 REQUESTS = {
     "host memory 10 % short": lambda: in_groups(12, 4, hbm_gib=2, host_gib=19258 / 1024),
     "the finest ratios": lambda: in_groups(40, 12, hbm_gib=3, host_gib=60, ratio_steps=200),
     "seven tables": pooled_and_sequences,
     "as many tables as a service takes": lambda: in_groups(5000, 1700, hbm_gib=60, host_gib=4000),
+    "as many ranks as there may be": over_all_ranks_there_may_be,
 }
 
 

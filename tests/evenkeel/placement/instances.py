@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +45,7 @@ def request(
 ) -> PlanRequest:
     topology = Topology(
         ranks=int(str(fields.pop("ranks", 8))),
+        ranks_per_host=fields.pop("ranks_per_host", None),  # type: ignore[arg-type]
         hbm_bytes=int(hbm_gib * 2**30),
         host_bytes=None if host_gib is None else int(host_gib * 2**30),
     )
@@ -160,13 +160,3 @@ def _ways(request: PlanRequest, scope: Scope, pieces: int, shard: npt.NDArray[np
             load[2, on.start // local * local] += shard[2]
         found.append(load)
     return np.array(found)
-
-
-def fewer_choices(asked: PlanRequest, seed: int) -> PlanRequest:
-    """The request with a table less free: pinned to one of its modes."""
-    draw = np.random.default_rng(seed)
-    index = int(draw.integers(len(asked.tables)))
-    modes = [Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY]
-    tables = list(asked.tables)
-    tables[index] = replace(tables[index], modes=(modes[int(draw.integers(3))],))
-    return replace(asked, tables=tuple(tables))

@@ -19,8 +19,8 @@ from evenkeel.placement import (
     InvalidInputError,
     Mode,
     Optimizer,
+    Plan,
     PlanRequest,
-    Runtime,
     Sharding,
     SolverOptions,
     Status,
@@ -38,7 +38,7 @@ from evenkeel.placement.program import solve_core
 from evenkeel.placement.search import solve
 from evenkeel.placement.trivial import trivial_placements
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
-from tests.evenkeel.placement.instances import brute_force, fewer_choices, mixed_request, random_tables, request
+from tests.evenkeel.placement.instances import brute_force, mixed_request, random_tables, request
 
 GRID = np.array([0.05, 0.3])
 
@@ -108,20 +108,6 @@ def test_no_choice_is_missed_just_above_the_least_memory(seed: int, above: float
         assert solve(problem.with_budget(least * (1 - 1e-4) - 1e-4, host), Watch(20)).choice is None
 
 
-@given(st.integers(0, 10_000_000))
-@settings(max_examples=30, deadline=None)
-def test_fewer_choices_never_beat_the_bound_of_more(seed: int) -> None:
-    asked = replace(mixed_request(seed), solver=SolverOptions(ratio_steps=8))
-    found = plan(asked, clock=time.process_time)
-    try:
-        less = plan(fewer_choices(asked, seed), clock=time.process_time)
-    except InvalidInputError:
-        return
-    if less.seconds is not None:
-        assert found.bound_seconds <= less.seconds * (1 + 1e-9)
-        assert found.seconds <= less.seconds * (1 + 1e-7)
-
-
 SEVERAL_PLANS = """
 import json, sys
 from dataclasses import replace
@@ -154,21 +140,6 @@ def test_plans_are_the_same_in_every_process_whatever_was_planned_before() -> No
     assert json.loads(json.dumps(here["answers"](1))) == answers
     statuses = [answer["status"] for _, answer in answers]
     assert statuses.count("OPTIMAL") >= 7, "others may hang on the time that they took"
-
-
-def test_a_wide_table_that_is_not_cached_does_not_widen_the_cache() -> None:
-    same = {"pooled": True, "access": Zipf(exponent=1.05)}
-    tables = (
-        Table(name="wide", rows=1000, dim=1024, **same),  # type: ignore[arg-type]
-        Table(name="long", rows=400_000_000, dim=16, **same),  # type: ignore[arg-type]
-    )
-    topology = Topology(ranks=8, hbm_bytes=60 << 30)
-    step = Step(samples_per_rank=4096)
-    asked = PlanRequest(tables=tables, topology=topology, runtime=Runtime.TORCHREC, step=step)
-    found = plan(asked)
-    assert found.status is Status.OPTIMAL
-    pinned = plan(replace(asked, tables=(replace(tables[0], modes=(Mode.HBM_ONLY,)), tables[1])))
-    assert found.seconds <= pinned.seconds * (1 + 1e-9)
 
 
 def test_a_plan_of_another_planner_shares_a_cache_table_wise_as_it_does_row_wise() -> None:
@@ -281,7 +252,7 @@ def test_small_requests_keep_their_time_limit_and_take_little_memory() -> None:
     for outcome in outcomes:
         assert outcome["seconds"] < LIMIT_S + 1, outcome
         assert outcome["peak_bytes"] < MEMORY_BYTES, outcome
-    assert outcomes[0]["outcome"] == "INFEASIBLE"
+    assert [outcome["outcome"] for outcome in outcomes][:: len(outcomes) - 1] == ["INFEASIBLE", "OPTIMAL"]
 
 
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
@@ -328,32 +299,37 @@ def test_a_shortest_step_is_proved_and_no_trivial_one_is_shorter(count: int, hbm
         assert found.step_seconds <= trivial.step_seconds * (1 + 1e-9)
 
 
-SOLVER = SolverOptions(ratio_steps=10, time_limit_s=20)
-
-
 @given(
     st.integers(1, 12),
     st.integers(1, 4),
     st.integers(0, 5_000),
-    st.sampled_from(["dynamicemb", "torchrec"]),
+    st.sampled_from(["dynamicemb", "torchrec", "spread"]),
     st.lists(st.floats(0, 1), min_size=2, max_size=2),
     st.lists(st.floats(0.3, 1.3), min_size=2, max_size=2),
 )
-@settings(max_examples=8, deadline=None)
-def test_row_wise_plans_never_get_slower(
-    count: int, groups: int, seed: int, runtime: str, hbm: list[float], host: list[float]
+@settings(max_examples=10, deadline=None)
+def test_more_memory_and_more_choices_give_no_slower_plan(
+    count: int, groups: int, seed: int, how: str, hbm: list[float], host: list[float]
 ) -> None:
-    drawn = random_tables(count, seed)
+    """Of tables that may be spread in all ways, where a search ends by its time, as far as it has come."""
+    is_spread, runtime = how == "spread", "dynamicemb" if how == "dynamicemb" else "torchrec"
+    drawn = random_tables(min(count, 5) if is_spread else count, seed, pooled=is_spread)
     tables = tuple(replace(table, group=f"m{index % groups}") for index, table in enumerate(drawn))
     size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
-    small, large = (
-        plan(
-            request(tables, hbm_gib=1.2 + part * size / 8, host_gib=rest * size, runtime=runtime, solver=SOLVER),
-            clock=time.process_time,
-        )
-        for part, rest in zip(sorted(hbm), sorted(host), strict=True)
-    )
-    if small.seconds is not None:
-        assert small.status is Status.OPTIMAL
-        assert large.seconds <= small.seconds * (1 + 1e-9)
-        assert large.bound_seconds <= small.seconds * (1 + 1e-9)
+    solver = SolverOptions(ratio_steps=2 if is_spread else 10, time_limit_s=2 if is_spread else 20)
+
+    def planned(way: int, *sharding: Sharding) -> Plan:
+        memory = {"hbm_gib": 2.01 + sorted(hbm)[way] * size / 8, "host_gib": sorted(host)[way] * size}
+        own = tuple(replace(table, sharding=sharding or table.sharding) for table in tables)
+        return plan(request(own, **memory, runtime=runtime, solver=solver), clock=time.process_time)  # type: ignore[arg-type]
+
+    every = tuple(Sharding) if is_spread else ()
+    large, others = planned(1, *every), [planned(0, *every)]
+    if is_spread:
+        others += [planned(1, way) for way in (Sharding.TABLE_WISE, Sharding.ROW_WISE)]
+    for other in others:
+        if other.seconds is not None:
+            assert is_spread or other.status is Status.OPTIMAL
+            assert large.bound_seconds <= other.seconds * (1 + 1e-9)
+            allowed = 1e-9 if not is_spread else 3e-4 if large.status is Status.OPTIMAL else 0.01
+            assert large.seconds <= other.seconds * (1 + allowed)

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from evenkeel.placement import Mode, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
+from evenkeel.placement import Mode, Optimizer, Table
 from evenkeel.placement.storage import dynamicemb_footprint, index_bytes, row_bytes, torchrec_footprint
 
 MIB = 1 << 20
@@ -74,22 +71,3 @@ def test_torchrec_keeps_adam_state_with_the_weights() -> None:
     uvm = torchrec_footprint(_table(), Mode.HOST_ONLY, NONE, 1_000_000, 128, training=True)
     assert int(uvm.hbm[0]) <= SMALL
     assert int(uvm.host[0]) == 3 * 512_000_000
-
-
-def test_torchrecs_caches_are_as_wide_as_the_widest_table_that_shares_them() -> None:
-    def narrow_bytes(*others: Table, last: bool = False) -> int:
-        narrow = Table(name="n", rows=1_000_000, dim=32, ids_per_sample=0.1, modes=(Mode.CACHING,), ratio=0.5)
-        machines = Topology(ranks=2, hbm_bytes=1 << 36)
-        step = Step(samples_per_rank=8)
-        tables = (*others, narrow) if last else (narrow, *others)
-        request = PlanRequest(tables=tables, topology=machines, runtime=Runtime.TORCHREC, step=step)
-        return plan(request, clock=time.process_time).placements[-last].hbm_bytes
-
-    wide = Table(name="w", rows=1_000_000, dim=128, ids_per_sample=20_000)
-    alone = narrow_bytes()
-    assert narrow_bytes(wide) == narrow_bytes(wide, last=True) == alone, "what may be cached is not"
-    alike = replace(wide, ids_per_sample=0.1, modes=(Mode.CACHING,))  # so that each has half of the cache
-    assert narrow_bytes(alike) - alone == pytest.approx(250_000 * (128 - 32) * 4, abs=32 * 128 * 4 + 4096)
-    assert narrow_bytes(replace(wide, modes=(Mode.HBM_ONLY,))) == alone
-    assert narrow_bytes(replace(wide, ratio=1.0)) == alone
-    assert narrow_bytes(replace(wide, group="another module")) == alone

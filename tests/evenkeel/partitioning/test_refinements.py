@@ -1,9 +1,8 @@
-"""Samples in parts: near the best of all plans where few are; what holds of every plan is in test_fuzz."""
+"""What refinements of a plan gain: windows, samples in parts, users; what holds of every plan is in test_fuzz."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,75 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
+from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches
 from evenkeel.partitioning.split_search import split_batch
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
 from tests.evenkeel.partitioning.instances import round_of
-from tests.evenkeel.partitioning.reference import Traffic
-from tests.evenkeel.partitioning.test_fuzz import check_parts
+from tests.evenkeel.partitioning.reference import Traffic, rows_of
 
 
-def divisible_of(spans: SpanCosts, which: list[int] | None = None) -> Divisible:
-    """All samples, or some, as those that may be split."""
-    samples = np.arange(len(spans)) if which is None else np.array(which, np.int64)
-    return Divisible.with_spans(spans.take(samples), samples, np.zeros(samples.size))
+def plan_of(call: dict[str, Any]) -> RoundPlan:
+    return plan_round(*round_of(**call))
+
+
+def giants(num_ranks: int, num_steps: int, samples: int, cost: int = 10_000) -> dict[str, Any]:
+    """One sample in each batch that outweighs a rank's share of it by far."""
+    steps = np.tile(np.repeat(np.arange(num_steps), samples), num_ranks)
+    homes = np.repeat(np.arange(num_ranks), samples * num_steps)
+    costs = np.full(steps.size, 10)
+    for step in range(num_steps):
+        costs[np.flatnonzero((steps == step) & (homes == step % num_ranks))[0]] = cost
+    return {"costs": costs, "homes": homes, "steps": steps, "num_ranks": num_ranks, "num_steps": num_steps}
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "cost", "most"),
+    [(2, 10_000, 10_070 + 80), (4, 10_000, 10_070 + 3 * 80), (4, 60, 380)],  # by themselves as often 10,070, or 130
+)
+def test_giants_of_all_batches_meet_in_one(num_steps: int, cost: int, most: int) -> None:
+    call = giants(num_ranks=4, num_steps=num_steps, samples=8, cost=cost)
+    plan, heavy = plan_of(call), call["costs"] == cost
+    assert plan.loads_after.max(axis=1).sum() <= most
+    if cost == 10_000:
+        assert len(set(plan.steps[heavy].tolist())) == 1
+        assert len(set(plan.destinations[heavy].tolist())) == num_steps
+        assert np.count_nonzero(plan.steps != call["steps"]) == 2 * (num_steps - 1)  # and what made room for them
+    assert (plan_of(call | {"stay": True}).steps == call["steps"]).all()
+
+
+KNOWN = {(4, 2, 8, 1.5): 1.09987, (4, 4, 8, 1.5): 1.03185, (8, 3, 6, 2.0): 1.72356, (16, 4, 4, 1.0): 1.0972}
+"""By ranks, steps, samples of each batch, and spread of costs: times of all steps, in multiples of an even division."""
+
+
+@pytest.mark.parametrize("shape", KNOWN)
+def test_steps_together_take_no_longer_than_they_did(shape: tuple[int, int, int, float]) -> None:
+    (num_ranks, num_steps, samples, spread), times = shape, []
+    for seed in range(20):
+        costs = np.random.default_rng(seed).lognormal(6, spread, num_ranks * num_steps * samples).astype(np.int64)
+        steps = np.tile(np.repeat(np.arange(num_steps), samples), num_ranks)
+        homes = np.repeat(np.arange(num_ranks), samples * num_steps)
+        plan = plan_round(*round_of(costs, homes, num_ranks, steps=steps, num_steps=num_steps))
+        times.append(plan.loads_after.max(axis=1).sum() * num_ranks / costs.sum())
+    assert np.mean(times) <= KNOWN[shape] * (1 + 1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "samples", "share"), [(8, 16, 0.75), (8, 128, 0.25), (64, 128, 0.2)])
+def test_users_dealt_out_over_all_ranks_come_together_again(ranks: int, samples: int, share: float) -> None:
+    rows, rows_before = 0.0, 0.0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        of_user = np.repeat(np.arange(ranks * samples // 8), rng.integers(4, 30, ranks * samples // 8))
+        users = np.sort(of_user[: ranks * samples].reshape(samples, ranks).T, axis=1).ravel()
+        lengths = np.clip(rng.lognormal(7.9, 1.07, users.max() + 1), 10, 4096).astype(np.int64)[users]
+        call = {
+            "costs": lengths * (12_000 + lengths), "sizes": lengths, "homes": np.repeat(np.arange(ranks), samples),
+            "num_ranks": ranks, "users": users,
+        }  # fmt: skip
+        plan, without = plan_of(call), plan_of({**call, "users": None})
+        rows += rows_of(users, lengths, plan.destinations)
+        rows_before += rows_of(users, lengths, without.destinations)
+    assert rows < share * rows_before
 
 
 def planned(
@@ -36,9 +92,9 @@ def planned(
     **options: Any,
 ) -> tuple[RoundPlan | PartitionError, RoundPlan | None]:
     """The best assignment of whole samples, and what is made of it."""
-    samples, how = round_of(
-        spans.whole, homes, num_ranks, divisible=divisible_of(spans, which).table, split=split, **options
-    )
+    may = np.arange(len(spans)) if which is None else np.array(which, np.int64)
+    table = Divisible.with_spans(spans.take(may), may, np.zeros(may.size)).table
+    samples, how = round_of(spans.whole, homes, num_ranks, divisible=table, split=split, **options)
     found = partition_batches(samples, how)
     return found, split_batch(samples, how, found)
 
@@ -122,37 +178,3 @@ def test_where_the_exchange_takes_longer_samples_stay_whole() -> None:
     assert planned(spans, homes, 4, SplitOptions(fixed=800.0))[1] is None  # of 1000, an even division saves 743
     assert planned(spans, homes, 4, SplitOptions(), which=[1, 2])[1] is None
     assert planned(spans, [0] * 4, 1, SplitOptions())[1] is None
-
-
-@pytest.mark.parametrize(
-    ("lengths", "caps", "above"),
-    [
-        ([100, 10, 10, 10], [40.0] * 4, 100.0),  # no rank holds the first: it is split for that reason alone
-        ([1000, 100, 100], [800.0, 300.0, 110.0], 0.05),  # parts fill what different caps leave
-        ([1000, 10], [560.0, 560.0], 0.05),  # equal work would break them
-    ],
-)
-def test_parts_keep_to_memory_caps(lengths: list[int], caps: list[float], above: float) -> None:
-    spans, num_ranks = SpanCosts.of(lengths, per_pair=1.0), len(caps)
-    how: dict[str, Any] = {"memory": spans.positions, "counts": "free"}
-    plan = planned(spans, range(num_ranks), num_ranks, SplitOptions(above=above), memory_caps=caps, **how)[1]
-    assert plan is not None
-    check_parts(plan, spans, set(range(len(lengths))), how | {"memory_caps": caps, "split": SplitOptions()}, num_ranks)
-    tight = [0.2 * sum(lengths) / num_ranks] * num_ranks
-    assert planned(spans, range(num_ranks), num_ranks, SplitOptions(), memory_caps=tight, **how)[1] is None
-
-
-def test_caps_that_nothing_fits_are_refused_in_time() -> None:
-    """No rank can be filled: lengths are tens, and so are parts, but caps are not. There are 56 ways of splitting."""
-    lengths = 10 * np.clip(np.random.default_rng(0).lognormal(3, 1.2, 341), 1, 1e6).astype(np.int64)
-    lengths[0] += 10 * ((2 - lengths.sum() // 10) % 5)
-    spans = SpanCosts.of(lengths, per_position=1.0, per_pair=0.01, granule=10)
-    heavy, caps = np.sort(np.argsort(-lengths)[:20]).tolist(), [lengths.sum() / 5] * 5
-    began = time.process_time()
-    whole, plan = planned(
-        spans, np.arange(341) * 5 // 341, 5, SplitOptions(), which=heavy, memory=lengths, memory_caps=caps,
-        strategy="lpt",
-    )  # fmt: skip
-    assert isinstance(whole, PartitionError)
-    assert plan is None
-    assert time.process_time() - began < 2
