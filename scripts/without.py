@@ -1,7 +1,8 @@
 """Takes a capability out of a copy of the tree, and checks that everything else works: `scripts/without.py windows`.
 
-A room is the files of a capability and the lines that call it. Tests, benchmarks and examples that name its words, or
-use files that do, go with it; then types, imports and style of the product are checked, and the tests that are left.
+A room is the files of a capability and the lines that call it. What tests, benchmarks and examples define by its words,
+or by what is so defined, goes with it; then types, imports and style of the product are checked, and the tests that are
+left.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("evenkeel", "services", "trainer_client")
 USERS = ("tests", "benchmarks", "examples")
+PLANS = (
+    "tests/evenkeel/partitioning",
+    "tests/evenkeel/protocol",
+    "tests/services/balancer",
+    "tests/trainer_client/balancing",
+)
 
 
 class Room(NamedTuple):
     """What goes out.
 
     Attributes:
-        files: Files and folders.
+        files: Files and folders, tests among them that its words do not tell.
         lines: Of each file, regular expressions of the lines that name the room. A function that one begins goes whole.
-        words: Regular expression of what tests, benchmarks and examples of the room name.
+        words: Regular expression of what definitions of tests, benchmarks and examples name that need the room.
         tests: Folders whose tests show that the rest works.
     """
 
@@ -53,26 +60,30 @@ ROOMS = {
         tests=("tests/trainer_client/balancing",),
     ),
     "windows": Room(
-        files=("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"),
+        files=(
+            "evenkeel/partitioning/windows.py",
+            f"{_BALANCING}/windows.py",
+            "tests/evenkeel/partitioning/test_windows.py",
+        ),
         lines={
             "evenkeel/partitioning/refinements.py": ("gather_heavy",),
             f"{_BALANCING}/stages.py": ("WindowStates",),
             f"{_BALANCING}/stream.py": ("check_window",),
         },
         words=r"partitioning\.windows|window=",
-        tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
+        tests=PLANS,
     ),
     "splits": Room(
         files=("evenkeel/partitioning/split_search.py", "evenkeel/partitioning/split_cuts.py"),
         lines={"evenkeel/partitioning/refinements.py": ("split_heavy",), f"{_BALANCING}/stages.py": ("Splitting",)},
-        words=r"partitioning\.split|SplitOptions",
-        tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
+        words=r"partitioning\.split_|SplitOptions",
+        tests=PLANS,
     ),
     "users": Room(
         files=("evenkeel/partitioning/users.py",),
         lines={"evenkeel/partitioning/refinements.py": ("gather_users",)},
         words=r"rows_of\(users|users_on_ranks",
-        tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
+        tests=PLANS,
     ),
     "speeds": Room(
         files=(f"{_BALANCING}/learned_speeds.py",),
@@ -88,7 +99,7 @@ ROOMS = {
             "evenkeel/partitioning/users.py": ("memory",),
         },
         words=r"memory_caps?\b|partitioning\.memory",
-        tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
+        tests=PLANS,
     ),
     "hot_rows": Room(
         files=(f"{_EMBEDDING}/tables/hot.py", f"{_EMBEDDING}/tables/hot_choice.py"),
@@ -104,7 +115,7 @@ ROOMS = {
 
 
 def take_out(tree: Path, room: Room) -> None:
-    """Deletes the room, the lines that call it, and whatever in tests, benchmarks and examples needs it."""
+    """Deletes the room, the lines that call it, and whatever tests, benchmarks and examples define by it."""
     for name in room.files:
         path = tree / name
         if not path.exists():
@@ -122,16 +133,70 @@ def take_out(tree: Path, room: Room) -> None:
         if len(kept) == len(lines):
             sys.exit(f"{name} has no line of the room; correct the table in scripts/without.py")
         path.write_text("".join(kept), "utf-8")
-    found, words = True, re.compile(room.words)
-    while found:
-        files = [
-            path for folder in USERS for path in (tree / folder).rglob("*.py") if words.search(path.read_text("utf-8"))
-        ]
-        modules = [".".join(path.relative_to(tree).with_suffix("").parts) for path in files if path.stem != "conftest"]
-        for path in files:
+    users = _Users(tree, room.words)
+    while sum(users.take_out(path) for folder in USERS for path in sorted((tree / folder).rglob("*.py"))):
+        pass
+
+
+class _Users:
+    """What tests, benchmarks and examples lose with a room: definitions that name it, and all that need these."""
+
+    def __init__(self, tree: Path, words: str) -> None:
+        self._tree, self._words = tree, words
+        self._gone: set[str] = set()  # modules, and names in modules
+
+    def take_out(self, path: Path) -> bool:
+        """Deletes from a file what needs the room, as far as that is known; whether anything has."""
+        text, module = path.read_text("utf-8"), self._name(path)
+        lines, body = text.splitlines(keepends=True), ast.parse(text).body
+        above = [self._name(folder / "conftest.py") for folder in path.parents if folder.is_relative_to(self._tree)]
+        kept, before = [], len(self._gone)
+        for node in body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                kept.append(self._without_names(node, module))
+                continue
+            begin = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+            source = "".join(lines[begin - 1 : node.end_lineno])
+            used = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+            used |= {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+            needed = {f"{where}.{name}" for where in (module, *above) for name in used}
+            if self._is_gone(source) or needed & self._gone:
+                named = [node.name] if hasattr(node, "name") else [one for one in used if _binds(node, one)]
+                self._gone |= {f"{module}.{name}" for name in named}
+            else:
+                kept.append(source)
+        if len(self._gone) == before:
+            return False
+        path.write_text("\n".join(kept), "utf-8")
+        if path.stem.startswith("test_") and not any("def test_" in source for source in kept):
             path.unlink()
-        found = bool(modules)
-        words = re.compile(r"\b(" + "|".join(map(re.escape, modules)) + r")\b") if modules else words
+            self._gone.add(module)
+        return True
+
+    def _without_names(self, node: ast.Import | ast.ImportFrom, module: str) -> str:
+        """An import of what is left."""
+        begin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        modules = {begin[:-1]} & self._gone
+        gone = [
+            one for one in node.names
+            if modules or f"{begin}{one.name}" in self._gone or self._is_gone(f"{begin}{one.name}")
+        ]  # fmt: skip
+        self._gone |= {f"{module}.{one.asname or one.name}" for one in gone}
+        node.names = [one for one in node.names if one not in gone]
+        return f"{ast.unparse(node)}\n" if node.names else ""
+
+    def _is_gone(self, source: str) -> bool:
+        return re.search(self._words, source) is not None
+
+    def _name(self, path: Path) -> str:
+        return ".".join(path.relative_to(self._tree).with_suffix("").parts)
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    """Whether a statement gives a name its value."""
+    return any(
+        isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store) for one in ast.walk(node)
+    )
 
 
 def main() -> None:

@@ -150,7 +150,7 @@ def test_an_installed_package_adds_names(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     costs, strategies, pipelines = found["names"]
-    assert "square" in costs
+    assert {"hstu", "learned", "semantic_ids", "square", "tokens", "transformer"} <= set(costs)
     assert {"by_index", "lpt", "minimal_move"} <= set(strategies)
     assert "mine" in pipelines
     assert found["costs"] == [1, 4, 9]
@@ -187,7 +187,6 @@ def test_an_installed_package_adds_names(tmp_path: Path) -> None:
         ("memory_caps", 5, "give a list of one number for each rank"),
         ("speeds", [1.0, "x"], ""),
         ("speeds", {1.0, 0.5}, "give a list"),
-        ("speeds", (1.0 for _ in range(2)), "give a list"),
         ("speeds", [1.0, float("inf")], r"speeds\[1\] is inf; use numbers from 1e-06 to 1e\+06"),
         ("speeds", [0.0, 1.0], r"speeds\[0\] is 0"),
         ("speeds", [1.0, 1e7], r"speeds\[1\] is 1"),
@@ -199,12 +198,6 @@ def test_a_wrong_option_is_named_with_its_value_and_the_remedy(field: str, value
     with pytest.raises(ValueError, match=rf"{field}(\[\d\])? is ") as error:
         BalanceOptions(**{field: value})
     assert re.search(words, str(error.value))
-
-
-def test_per_rank_options_fit_the_world() -> None:
-    BalanceOptions(speeds=[1.0, 0.5]).check_world(2)
-    with pytest.raises(ValueError, match="speeds has 2 entries for 3 ranks"):
-        BalanceOptions(speeds=[1.0, 0.5]).check_world(3)
 
 
 def test_a_rank_may_have_no_cap() -> None:
@@ -224,18 +217,14 @@ def _ranks_that_say_other_things(rank: int) -> list[list[int]]:
     return epochs
 
 
-def _wrong_for_so_many_ranks(_: int) -> str:
-    with Balancer.embedded(options=BalanceOptions(speeds=[1.0, 2.0])) as balancer:
-        try:
-            list(BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch))
-        except ValueError as error:
-            return str(error)
-    return ""
+def _wrong_for_so_many_ranks(_: int) -> None:
+    wrong = pytest.raises(ValueError, match="speeds has 2 entries for 3 ranks; give one for each rank")
+    with Balancer.embedded(options=BalanceOptions(speeds=[1.0, 2.0])) as balancer, wrong:
+        list(BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch))
 
 
 def test_ranks_whose_options_differ_take_those_of_rank_0_which_may_be_wrong_for_so_many() -> None:
-    epochs, wrong = run_in_turn(3, (_ranks_that_say_other_things,), (_wrong_for_so_many_ranks,))
-    assert wrong == ["speeds has 2 entries for 3 ranks; give one for each rank"] * 3
+    epochs, _ = run_in_turn(3, (_ranks_that_say_other_things,), (_wrong_for_so_many_ranks,))
     for epoch in zip(*epochs, strict=True):
         expected = [
             sample + 100 * rank + 10 * step for rank in range(3) for step in range(5 - rank) for sample in range(4)

@@ -44,7 +44,6 @@ def test_any_numbers_are_costs(values: object, dtype: type) -> None:
     [
         ([], ""),
         ([1.0, math.nan, 2.0], "cost of sample 1"),
-        ([1.0, math.inf, 2.0], "cost of sample 1"),
         ([math.inf, -math.inf, 2.0], "cost of sample 0"),
         ([1.0, -1.0, 2.0], "cost of sample 1"),
         (np.full(3, 2**61), "use larger units"),  # whose sum over all ranks may overflow

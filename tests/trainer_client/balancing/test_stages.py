@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from evenkeel.partitioning.refinements import slice_round
 from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client import BalanceOptions
@@ -42,6 +43,10 @@ def lead(**more: Any) -> Lead:
     return make_lead(StreamConfig(options=BalanceOptions(**more)), template=TEMPLATE, nodes=["a"] * RANKS, waits=True)
 
 
+def of_stages(whole: Lead, stages: list[Stage]) -> Lead:
+    return Lead(whole._rules, whole._options, templates=whole._templates, nodes=["a"] * RANKS, stages=stages)
+
+
 def directives(one: Lead, number: int = 0, seconds: float = 0.0) -> list[Directive]:
     given = contributions(seconds)
     table = one.directives(one.begin(number, Contributions.of(given)))
@@ -70,12 +75,38 @@ def test_a_stage_that_fails_is_the_same_error_on_all_ranks(moment: str) -> None:
         begin = staticmethod(fail) if moment == "begin" else Stage.begin
         finish = staticmethod(fail) if moment == "finish" else Stage.finish
 
-    broken = lead()
-    stages = [*broken._stages, Failing()]
-    broken = Lead(broken._rules, broken._options, templates=broken._templates, nodes=["a"] * RANKS, stages=stages)
-    told = {str(one.decision.error) for one in directives(broken)}
+    whole = lead()
+    told = {str(one.decision.error) for one in directives(of_stages(whole, [*whole._stages, Failing()]))}
     assert len(told) == 1
     assert "the lead (rank 0) could not make a round: KeyError" in told.pop()
+
+
+class LeavingOut(Stage):
+    """Nobody trains heavy samples: they go into one more batch of the round, which is left out."""
+
+    def begin(self, round_: Round) -> None:
+        assert round_.samples is not None
+        self.whole, self.kept = round_.samples, round_.samples.costs < 100
+        arrays = {name: getattr(self.whole, name)[self.kept] for name in ("costs", "lengths", "sizes", "memory")}
+        counts = np.bincount(self.whole.homes[self.kept], minlength=RANKS)
+        round_.samples = replace(self.whole, batch_sizes=counts[:, None], **arrays)
+
+    def finish(self, round_: Round) -> None:
+        assert round_.plan is not None
+        destinations, steps, out = self.whole.homes, 1 - self.kept.astype(np.int32), np.zeros((1, RANKS))
+        destinations[self.kept] = round_.plan.destinations
+        loads = np.vstack([round_.plan.loads_after, out])
+        round_.plan = replace(round_.plan, destinations=destinations, steps=steps, batches=round_.plan.batches * 2)
+        round_.samples = replace(self.whole, batch_sizes=np.hstack([self.whole.batch_sizes, out.T.astype(int)]))
+        round_.slices, round_.home_loads, round_.loads = slice_round(round_.plan, round_.samples), loads, loads
+        round_.broadcast.figures, round_.decision = round_.plan.batches, replace(round_.decision, batches=(0,))
+
+
+def test_a_stage_leaves_samples_out() -> None:
+    whole = lead()
+    for rank, one in enumerate(directives(of_stages(whole, [LeavingOut(), *whole._stages]))):
+        assert (one.batches, one.reports[0].samples, one.reports[0].own_samples) == ((0,), 8, 3 if rank else 2)
+        assert one.plan.own_in(1) == (0 if rank else 4)
 
 
 def test_without_any_one_stage_the_others_go_on() -> None:
@@ -83,8 +114,7 @@ def test_without_any_one_stage_the_others_go_on() -> None:
     names = [type(stage).__name__ for stage in whole._stages]
     assert len(names) >= 5
     for left_out in (stage for stage in whole._stages if not isinstance(stage, Planning)):
-        stages = [stage for stage in whole._stages if stage is not left_out]
-        part = Lead(whole._rules, whole._options, templates=whole._templates, nodes=["a"] * RANKS, stages=stages)
+        part = of_stages(whole, [stage for stage in whole._stages if stage is not left_out])
         for number in range(3):
             for one in directives(part, number, seconds=0.1):
                 assert one.decision.mode is Mode.EMBEDDED
@@ -99,15 +129,18 @@ def test_a_plan_that_cannot_be_made_leaves_samples_at_home_and_says_why(caplog: 
     assert "stays unbalanced (1 so far)" in caplog.text
 
 
-def test_what_changes_in_a_round_that_does_not_take_place_is_heard_in_the_next() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_changes_in_a_round_that_nobody_hears_of_is_heard_in_the_next(fails: bool) -> None:
     """Whoever has no samples then reads the batches with the fields that the others' have."""
     one, wide = lead(), flatten({"id": torch.zeros(2, 5)}).empty()
     given = [replace(each, schema=schema_number(wide.schema), extras=Extras(template=wide)) for each in contributions()]
-    assert directives(one)[0].template is None
-    one.begin(1, Contributions.of(given))  # the pass has ended before, so nobody hears of this round
+    unheard = one.begin(0, Contributions.of(given))  # the pass has ended before, unless it fails
+    if fails:
+        unheard.options = None  # type: ignore[assignment]  # which no stage can do with
+        assert read_directive(one.directives(unheard)[0], number=0, rank=0, samples=given[0].samples).ended
     again = [replace(each, extras=Extras()) for each in given]
-    table = one.directives(one.begin(2, Contributions.of(again)))
-    read = read_directive(table[0], number=2, rank=0, samples=again[0].samples)
+    table = one.directives(one.begin(1, Contributions.of(again)))
+    read = read_directive(table[0], number=1, rank=0, samples=again[0].samples)
     assert read.template is not None
     assert read.template.schema.hash == wide.schema.hash
 
@@ -122,14 +155,3 @@ def test_the_third_call_in_a_row_without_an_answer_opens_the_breaker_and_pauses_
     asking = opened.asked(10 + FIRST_PAUSE)  # one round asks, and no other until that is answered
     assert not asking.asks(10 + 1.5 * FIRST_PAUSE)
     assert asking.missed(10.5).pause == 2 * FIRST_PAUSE
-
-
-def test_a_template_that_could_not_be_sent_is_sent_with_the_next_round() -> None:
-    one, wide = lead(), flatten({"id": torch.zeros(2, 5)}).empty()
-    given = [replace(each, schema=schema_number(wide.schema), extras=Extras(template=wide)) for each in contributions()]
-    failing = one.begin(0, Contributions.of(given))
-    failing.options = None  # type: ignore[assignment]  # which no stage can do with
-    assert read_directive(one.directives(failing)[0], number=0, rank=0, samples=given[0].samples).ended
-    again = [replace(each, extras=Extras()) for each in given]
-    table = one.directives(one.begin(1, Contributions.of(again)))
-    assert read_directive(table[0], number=1, rank=0, samples=again[0].samples).template is not None

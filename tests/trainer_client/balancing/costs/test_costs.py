@@ -1,4 +1,4 @@
-"""Costs count what torch computes, say the same of spans as of whole samples, and are found by name."""
+"""Costs count what torch computes, and say the same of spans as of whole samples."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from trainer_client.balancing.costs import (
     SequenceTerms,
     TokenCost,
     TransformerCost,
-    cost_names,
-    make_cost,
 )
 from trainer_client.balancing.costs.base import count_positions
 
@@ -239,12 +237,3 @@ def test_a_cost_of_ones_own_is_ten_lines() -> None:
     cost = LookupCost(words="c", history="h")
     assert cost(batch()).tolist() == [0.5 + 2 * 6, 0, 1 + 2 * 55]
     assert cost.spans(batch()).of_spans(0, np.array([2, 0, 5])).tolist() == [2 * 3, 0, 2 * 15]
-
-
-def test_costs_by_name() -> None:
-    assert {"hstu", "learned", "semantic_ids", "tokens", "transformer"} <= set(cost_names())
-    assert make_cost("tokens", tokens="h") == TokenCost(tokens="h")
-    with pytest.raises(ValueError, match="cost is 'hst'; choose one of"):
-        make_cost("hst")
-    with pytest.raises(ValueError, match=r"options of the cost 'tokens'.*layers"):
-        make_cost("tokens", layers=2)
