@@ -13,7 +13,7 @@ from scipy.optimize import least_squares
 
 from evenkeel.placement.access import Access, power_law
 from evenkeel.placement.fields import decode
-from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts
+from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, profile_of
 from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topology
 from evenkeel.placement.options import rank_load
@@ -39,6 +39,10 @@ PRIOR = RuntimeCosts(
 )
 """Where a fit starts, and what it keeps of what the measurements do not tell: round figures, a cache or host memory
 launching about twice what HBM alone does."""
+
+_OF_ANOTHER_GPU, _OF_THIS_GPU = 0.15, 2.0
+"""What it costs a fit to leave a prior of round figures or of another GPU, and that of the same kind of GPU. The latter
+was fitted to more shapes than `evenkeel calibrate` measures, each of which is off by as much as machines differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +144,10 @@ def calibrated_profile(
         host_gather=tuple((float(width), float(rate)) for width, rate in raw["host_gather"]),
     )
     runtimes, errors = dict(profile.runtimes), {}
+    weight = _OF_THIS_GPU if profile_of(profile.device) == base.name else _OF_ANOTHER_GPU
     for runtime, own in steps.items():
         if own:
-            runtimes[runtime.value], errors[runtime] = fit_runtime(profile, runtime, own)
+            runtimes[runtime.value], errors[runtime] = fit_runtime(profile, runtime, own, weight=weight)
     return replace(profile, runtimes=runtimes), errors
 
 
@@ -187,7 +192,7 @@ def fit_costs(
     steps: Sequence[MeasuredStep],
     prior: RuntimeCosts = PRIOR,
     *,
-    weight: float = 0.15,
+    weight: float = _OF_ANOTHER_GPU,
 ) -> RuntimeCosts:
     """The constants that predict `steps` best, by relative error, none of them far from `prior` for nothing.
 
@@ -236,13 +241,13 @@ def fit_costs(
 
 
 def fit_runtime(
-    profile: HardwareProfile, runtime: Runtime, steps: Sequence[MeasuredStep]
+    profile: HardwareProfile, runtime: Runtime, steps: Sequence[MeasuredStep], *, weight: float = _OF_ANOTHER_GPU
 ) -> tuple[RuntimeCosts, tuple[tuple[MeasuredStep, float], ...]]:
     """Constants of `runtime` that predict `steps` best, and what they predict."""
     known, of_kernels = profile.costs(runtime), runtime is Runtime.TORCHREC
     # Fixed times are the host's, of which nothing is in steps of kernels alone: a cache is expected to have no more.
     prior = replace(known, caching_fixed_s=known.hbm_fixed_s) if of_kernels else known
-    fitted = fit_costs(profile, runtime, steps, prior)
+    fitted = fit_costs(profile, runtime, steps, prior, weight=weight)
     predicted = tuple((step, predictor(profile, runtime, step)(fitted)) for step in steps)
     return _of_kernels(fitted, known, steps) if of_kernels else fitted, predicted
 

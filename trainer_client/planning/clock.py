@@ -330,7 +330,7 @@ _SEARCH_S = 2.0
 _MISSES = {2.0: "misses twice as slow", 0.5: "misses half as slow"}
 """Plans for other costs: what is best if the profile is off."""
 _BATCHES = 64
-_NOISE, _CLOSE = 1.01, 1.03
+_NOISE = 1.01
 _KERNELS = {"fused": Mode.HBM_ONLY, "dense": Mode.HBM_ONLY, "fused_uvm": Mode.HOST_ONLY}
 _KERNELS["fused_uvm_caching"] = Mode.CACHING
 _DEFAULT_LOAD_FACTOR = 0.2
@@ -448,9 +448,9 @@ def run_race(
     """Trains the tables of each plan for some steps, in turns, and keeps the quickest. Collective.
 
     Where the time of the dense part is known (`Step.dense_ms`), the quickest has the shortest steps beside as much
-    work. Where it is not, kernels decide, as a real model launches ahead of them; of plans whose kernels are within
-    three hundredths of the quickest, the shortest step does. A plan within a hundredth of the quickest that stands
-    before it is preferred. Plans that do not fit into memory together are run one after another.
+    work. Where it is not, kernels decide, as a real model launches ahead of them; of plans whose kernels are within a
+    hundredth of the quickest, the shortest step does. A plan within a hundredth of the quickest that stands before it
+    is preferred. Plans that do not fit into memory together are run one after another.
 
     Args:
         request: What was planned for.
@@ -527,11 +527,11 @@ def _timed(
 
 
 def _quickest(timings: Mapping[str, Timing], by_kernels: bool) -> str:
-    decisive, within = {name: timing.step_s for name, timing in timings.items()}, _NOISE
+    decisive = {name: timing.step_s for name, timing in timings.items()}
     kernels = {name: timing.kernels_s for name, timing in timings.items() if timing.kernels_s is not None}
     if by_kernels and len(kernels) == len(timings):
-        decisive, within = kernels, _CLOSE
-    close = [name for name, seconds in decisive.items() if seconds <= within * min(decisive.values())]
+        decisive = kernels
+    close = [name for name, seconds in decisive.items() if seconds <= _NOISE * min(decisive.values())]
     shortest = min(timings[name].step_s for name in close)
     return next(name for name in close if timings[name].step_s <= _NOISE * shortest)
 

@@ -19,6 +19,7 @@ from tests.trainer_client.cli.conftest import Run
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 RAW = RESULTS / "calibration_h200.json"
 VALUES = json.loads(RAW.read_text())
+KERNELS = VALUES["kernels"]["torchrec"]
 
 
 def test_this_machine_is_measured_and_its_profile_written(run: Run, tmp_path: Path) -> None:
@@ -33,7 +34,7 @@ def test_this_machine_is_measured_and_its_profile_written(run: Run, tmp_path: Pa
 
 
 def test_fbgemms_measured_steps_are_fitted_within_a_tenth() -> None:
-    _, fitted = fit_runtime(builtin_profile("h200"), Runtime.TORCHREC, measured_steps(VALUES["kernels"]["torchrec"]))
+    _, fitted = fit_runtime(builtin_profile("h200"), Runtime.TORCHREC, measured_steps(KERNELS))
     assert {step.mode.value for step, _ in fitted} == {"HBM_ONLY", "CACHING", "HOST_ONLY"}
     for step, predicted in fitted:
         assert predicted == pytest.approx(step.seconds, rel=0.1)
@@ -41,12 +42,28 @@ def test_fbgemms_measured_steps_are_fitted_within_a_tenth() -> None:
 
 def test_what_kernels_take_in_every_mode_alike_is_not_held_against_caches() -> None:
     base = builtin_profile("h100")
-    known, steps = base.costs(Runtime.TORCHREC), measured_steps(VALUES["kernels"]["torchrec"])
+    known, steps = base.costs(Runtime.TORCHREC), measured_steps(KERNELS)
     alike = replace(known, hbm_fixed_s=2e-3, caching_fixed_s=2e-3, host_fixed_s=2e-3)  # exchanges of large rows
     steps = tuple(replace(one, seconds=predictor(base, Runtime.TORCHREC, one)(alike)) for one in steps)
     fitted, _ = fit_runtime(base, Runtime.TORCHREC, steps)
     assert fitted.cache_lookup_s == pytest.approx(known.cache_lookup_s, rel=0.1)
     assert fitted.miss_factor == pytest.approx(known.miss_factor, rel=0.1)
+
+
+def test_one_measured_shape_moves_what_was_fitted_to_many_of_the_same_gpu_but_little() -> None:
+    base = builtin_profile("h100")
+    slower = [one | {"seconds": one["seconds"] * (1.2 if one["mode"] == "HOST_ONLY" else 1)} for one in KERNELS]
+    moved = {}
+    for device in ("NVIDIA H100 80GB HBM3", "a card of tomorrow"):
+        raw = VALUES | {"device": device}
+        found = [
+            calibrated_profile(base, raw, "mine", {Runtime.TORCHREC: measured_steps(steps)})[0].costs(Runtime.TORCHREC)
+            for steps in (KERNELS, slower)
+        ]
+        moved[device] = found[1].host_factor / found[0].host_factor
+    same, other = moved.values()
+    assert 1 < same < 1.06
+    assert other > 1.15
 
 
 def test_what_is_not_measured_is_of_the_profile_of_the_gpus_name(run: Run, tmp_path: Path) -> None:
@@ -59,7 +76,7 @@ def test_what_is_not_measured_is_of_the_profile_of_the_gpus_name(run: Run, tmp_p
 
 
 def test_predicted_bytes_are_what_fbgemm_allocated() -> None:
-    for record in VALUES["kernels"]["torchrec"]:
+    for record in KERNELS:
         table = Table(name="t", rows=record["rows"], dim=record["dim"], optimizer=Optimizer(record["optimizer"]))
         ratio = np.array([record["ratio"]])
         footprint = torchrec_footprint(table, Mode(record["mode"]), ratio, table.rows, table.dim, training=True)
