@@ -33,7 +33,7 @@ class Room(NamedTuple):
     """What goes out.
 
     Attributes:
-        files: Files and folders, tests among them that its words do not tell.
+        files: Files and folders.
         lines: Of each file, regular expressions of the lines that name the room. A function that one begins goes whole.
         words: Regular expression of what definitions of tests, benchmarks and examples name that need the room.
         tests: Folders whose tests show that the rest works.
@@ -60,17 +60,13 @@ ROOMS = {
         tests=("tests/trainer_client/balancing",),
     ),
     "windows": Room(
-        files=(
-            "evenkeel/partitioning/windows.py",
-            f"{_BALANCING}/windows.py",
-            "tests/evenkeel/partitioning/test_windows.py",
-        ),
+        files=("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"),
         lines={
             "evenkeel/partitioning/refinements.py": ("gather_heavy",),
             f"{_BALANCING}/stages.py": ("WindowStates",),
             f"{_BALANCING}/stream.py": ("check_window",),
         },
-        words=r"partitioning\.windows|window=",
+        words=r"partitioning\.windows|window=|def (giants|test_steps_together|draw_round)",
         tests=PLANS,
     ),
     "splits": Room(
@@ -82,7 +78,7 @@ ROOMS = {
     "users": Room(
         files=("evenkeel/partitioning/users.py",),
         lines={"evenkeel/partitioning/refinements.py": ("gather_users",)},
-        words=r"rows_of\(users|users_on_ranks",
+        words=r"rows_of\(users|users_on_ranks|def draw_round",
         tests=PLANS,
     ),
     "speeds": Room(
@@ -98,7 +94,7 @@ ROOMS = {
             "evenkeel/partitioning/split_search.py": ("with_caps", "check_fits", "_placements"),
             "evenkeel/partitioning/users.py": ("memory",),
         },
-        words=r"memory_caps?\b|partitioning\.memory",
+        words=r"(?<!get\(\")memory_caps?\b(?!=tuple)|partitioning\.memory",  # what round_of leaves out may stay
         tests=PLANS,
     ),
     "hot_rows": Room(
@@ -150,6 +146,7 @@ class _Users:
         text, module = path.read_text("utf-8"), self._name(path)
         lines, body = text.splitlines(keepends=True), ast.parse(text).body
         above = [self._name(folder / "conftest.py") for folder in path.parents if folder.is_relative_to(self._tree)]
+        programs = ["{} import {}".format(*one.rpartition(".")[::2]) for one in self._gone]  # that other processes run
         kept, before = [], len(self._gone)
         for node in body:
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -160,7 +157,7 @@ class _Users:
             used = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
             used |= {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
             needed = {f"{where}.{name}" for where in (module, *above) for name in used}
-            if self._is_gone(source) or needed & self._gone:
+            if self._is_gone(source) or needed & self._gone or any(one in source for one in programs):
                 named = [node.name] if hasattr(node, "name") else [one for one in used if _binds(node, one)]
                 self._gone |= {f"{module}.{name}" for name in named}
             else:

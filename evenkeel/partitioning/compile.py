@@ -35,7 +35,7 @@ _kernels: list[Any] = []  # of this process, with their caches
 
 def kernel(function: F) -> F:
     """Compile `function` with numba: no fastmath and no threads, so that every machine computes the same result."""
-    return _compiled(function)
+    return _compiled(function, counts=True)
 
 
 def step(function: F) -> F:
@@ -44,15 +44,15 @@ def step(function: F) -> F:
     Numba counts those of each array that a function is given, two atomic additions each: for the few dozen arrays of
     the searches that takes longer than a short function's work.
     """
-    return _compiled(function, _nrt=False)
+    return _compiled(function, counts=False)
 
 
-def _compiled(function: F, **options: bool) -> F:
-    njit: Any = numba.njit
-    compiled = njit(nogil=True, error_model="numpy", **options)(function)
+def _compiled(function: F, *, counts: bool) -> F:
+    compiled: Any = numba.njit(nogil=True, error_model="numpy", _nrt=counts)(function)  # type: ignore[call-overload]
     with suppress(RuntimeError):  # there is no folder to keep code in
         compiled._cache = _Cache(function)
-        _kernels.append(compiled)
+        if counts:  # the code of steps is part of theirs
+            _kernels.append(compiled)
     return cast(F, compiled)
 
 

@@ -24,7 +24,10 @@ SMALL = """
 import os, time
 from pathlib import Path
 import numpy as np
-from evenkeel.partitioning.compile import Preparation, kernel
+from evenkeel.partitioning.compile import Preparation, kernel, step
+@step
+def of_no_kernel(a):
+    return a
 @kernel
 def add(a, b):
     return a + b

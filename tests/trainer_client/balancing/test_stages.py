@@ -111,8 +111,7 @@ def test_a_stage_leaves_samples_out() -> None:
 
 def test_without_any_one_stage_the_others_go_on() -> None:
     whole = lead(window=2, split=SplitOptions(), learn_speeds=True)
-    names = [type(stage).__name__ for stage in whole._stages]
-    assert len(names) >= 5
+    assert len(whole._stages) >= 5
     for left_out in (stage for stage in whole._stages if not isinstance(stage, Planning)):
         part = of_stages(whole, [stage for stage in whole._stages if stage is not left_out])
         for number in range(3):
