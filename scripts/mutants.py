@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests in its own folder or in another
     "partition": (
         "evenkeel/partitioning", "api minimal_move windows refinements",
-        "same_everywhere api strategies minimal_move refinements fuzz",
+        "same_everywhere refinements split_rounds api strategies minimal_move fuzz",
     ),
     "kernels": (
         "evenkeel/partitioning", "local_search lpt karmarkar_karp matching problem",
@@ -52,12 +52,16 @@ ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests
 }  # fmt: skip
 INTERPRETED = {"kernels", "slices"}  # whose kernels are not compiled, which would take a minute for each mutant
 # tests that do not take as long
-CHOSEN = "not (shape2 or shape3 or all_samples_on or three_ranks or beyond)"
+CHOSEN = (
+    "not (shape2 or shape3 or all_samples_on or three_ranks or beyond or tight_caps or "
+    "keep_their_time or every_process or print_nothing or collections_that)"
+)
 PAIRS = [
     (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
     (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or),
     (ast.LShift, ast.RShift), ("min", "max"), ("any", "all"), ("floor", "ceil"),
 ]  # fmt: skip
+SEARCHED = {"effort", "patience"}  # arguments that say how long a search goes on: as well a little longer
 SWAPPED: dict[Any, Any] = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
 
@@ -68,10 +72,12 @@ def mutants(tree: ast.Module) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _without_behaviour(node: Any) -> list[Any]:
-    """Parts that change nothing or only what is told: annotations, decorators, messages, logs."""
+    """Parts that change nothing, what is told, or how long is searched: annotations, decorators, messages, efforts."""
     told = isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("logger", "log.", "cast", "TypeVar"))
     if told or isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
         return [node]
+    if isinstance(node, ast.keyword) and node.arg in SEARCHED:
+        return [node.value]
     parts = [getattr(node, name, None) for name in ("annotation", "returns")]
     return [*filter(None, parts), *getattr(node, "decorator_list", [])]
 

@@ -43,18 +43,18 @@ def _alike(
     able = np.isfinite(problem.seconds) & np.array([layout in layouts[table] for layout, table in pairs])
     ratios = np.unique(problem.ratio[problem.cached])
     kinds = np.where(problem.cached, 2 + np.searchsorted(ratios, problem.ratio), -1)
+    # Of the smallest caches some tables may not have any: those must hold the keys of a step.
+    common = [n for n in range(len(ratios)) if len(np.unique(problem.table[able & (kinds == 2 + n)])) == number]
     kinds[problem.mode == Mode.HBM_ONLY], kinds[problem.mode == Mode.HOST_ONLY] = 0, 1
     lookups = np.array([table.ids_per_sample for table in request.tables])
     whole = np.where(able & (kinds == 0), lookups[problem.table] / np.maximum(1e-9, problem.hbm), 0.0)
-    order = np.argsort(problem.least(-whole), kind="stable")
+    turn = np.argsort(np.argsort(problem.least(-whole), kind="stable"))
 
     def alike(kind: int) -> Choice | None:
         return _agreeing(problem, able & (kinds == kind))
 
     def densest(others: int, count: int) -> Choice | None:
-        wanted = np.full(number, others)
-        wanted[order[:count]] = 0
-        return _agreeing(problem, able & (kinds == wanted[problem.table]))
+        return _agreeing(problem, able & (kinds == np.where(turn < count, 0, others)[problem.table]))
 
     # Those that are not in HBM: in host memory, or with caches where fused tables are either in HBM or cached.
     rest = [1, *range(2, 2 + len(ratios), max(1, len(ratios) // 4))]
@@ -65,7 +65,7 @@ def _alike(
     choices = {
         "all in HBM": alike(0),
         "all in host memory": alike(1),
-        "all cached alike": _largest(problem, len(ratios), lambda n: alike(2 + n)),
+        "all cached alike": _largest(problem, len(common), lambda n: alike(2 + common[n])),
         "by lookups per byte": min((each for each in dense if each is not None), key=problem.cost, default=None),
     }
     return {

@@ -10,19 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.references.key_traces import TRACES, simulated
-from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, heavy_hitters, loads, merge, miss_curve
+from evenkeel.key_statistics import KeySampler, dumps, heavy_hitters, loads, merge, miss_curve
 from evenkeel.key_statistics.curves import in_sets, miss_rates
 from evenkeel.placement import Eviction, InvalidInputError
+from tests.evenkeel.key_statistics.traces import KEYS, trace_of
 
 STEPS, LOOKUPS = 80, 2_000
-
-
-def _trace(steps: list[np.ndarray], most: int = 2_000_000, rank: int = 0, ranks: int = 1) -> KeyTrace:
-    sampler = KeySampler(["other", "table"], max_references=most)
-    for step in steps:
-        own = step[rank::ranks]
-        sampler.observe([(own, np.array([[1, 0, len(own)]]))], len(own))
-    return sampler.traces()["table"]
 
 
 def _lru(steps: list[np.ndarray], size: int, begin: int) -> float:
@@ -46,7 +39,7 @@ def _lru(steps: list[np.ndarray], size: int, begin: int) -> float:
 def test_a_trace_says_what_a_real_cache_missed(name: str) -> None:
     steps = list(TRACES[name](np.random.default_rng(3), STEPS, LOOKUPS))
     sizes = np.array([3_000.0, 25_000.0])
-    found = miss_rates(_trace(steps), Eviction.LRU, sizes, STEPS // 2, STEPS)
+    found = miss_rates(trace_of(steps), Eviction.LRU, sizes, STEPS // 2, STEPS)
     for size, rate in zip(sizes, found, strict=True):
         assert rate == pytest.approx(_lru(steps, int(size), STEPS // 2), abs=0.01)
 
@@ -59,18 +52,18 @@ def test_the_second_half_is_seen_as_caches_saw_it_also_by_a_sample(name: str, ev
     sizes = np.array([0.02, 0.1, 0.25, 0.5, 1.0]) * keys
     actual = simulated(steps, sizes, STEPS // 2, eviction)
     for most, within in ((2_000_000, 0.003), (40_000, 0.06)):
-        found = miss_rates(_trace(steps, most), eviction, sizes, STEPS // 2, STEPS)
+        found = miss_rates(trace_of(steps, most), eviction, sizes, STEPS // 2, STEPS)
         assert found.tolist() == pytest.approx(actual.tolist(), abs=within)
 
 
 def test_error_and_drift_tell_keys_that_stay_from_keys_that_change() -> None:
     steady = list(TRACES["zipf"](np.random.default_rng(1), STEPS, LOOKUPS))
     others = steady[: STEPS // 2] + [step + 10_000_000 for step in steady[STEPS // 2 :]]
-    stays, changes = (miss_curve(_trace(steps), 20_000_000) for steps in (steady, others))
+    stays, changes = (miss_curve(trace_of(steps), 20_000_000) for steps in (steady, others))
     assert stays.drift < 0.05
     assert stays.error < 0.1
     assert changes.drift > 0.5
-    drifting = miss_curve(_trace(list(TRACES["shifting"](np.random.default_rng(1), STEPS, LOOKUPS))), 20_000_000)
+    drifting = miss_curve(trace_of(list(TRACES["shifting"](np.random.default_rng(1), STEPS, LOOKUPS))), 20_000_000)
     assert stays.drift < drifting.drift
     assert list(stays.access.miss_rates) == sorted(stays.access.miss_rates, reverse=True)
     assert stays.access.miss_rates[0] > 0.95
@@ -80,7 +73,7 @@ def test_error_and_drift_tell_keys_that_stay_from_keys_that_change() -> None:
 def test_caches_in_sets_miss_more() -> None:
     steps = list(TRACES["zipf"](np.random.default_rng(4), STEPS, LOOKUPS))
     sizes = np.geomspace(32, 40_000, 160)
-    anywhere = miss_rates(_trace(steps), Eviction.LRU, sizes, STEPS // 2, STEPS)
+    anywhere = miss_rates(trace_of(steps), Eviction.LRU, sizes, STEPS // 2, STEPS)
     found = in_sets(sizes, anywhere, 32)
     draw = np.random.default_rng(0)
     for size in (3_200, 12_800, 32_000):
@@ -105,8 +98,8 @@ def test_caches_in_sets_miss_more() -> None:
 
 def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:
     steps = list(TRACES["drift"](np.random.default_rng(2), 40, 4_000))
-    whole = _trace(steps)
-    parts = [_trace(steps, rank=rank, ranks=4) for rank in range(4)]
+    whole = trace_of(steps)
+    parts = [trace_of(steps, rank=rank, ranks=4) for rank in range(4)]
     one = merge({"table": part} for part in parts)["table"]
     assert (one.step.tolist(), one.key.tolist(), one.times.tolist()) == (
         whole.step.tolist(),
@@ -114,7 +107,7 @@ def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:
         whole.times.tolist(),
     )
     assert (one.samples, one.lookups, one.steps) == (whole.samples, whole.lookups, whole.steps)
-    uneven = [_trace(steps, most=9_000 * (rank + 1), rank=rank, ranks=4) for rank in range(4)]
+    uneven = [trace_of(steps, most=9_000 * (rank + 1), rank=rank, ranks=4) for rank in range(4)]
     few = merge({"table": part} for part in uneven)["table"]
     assert few.limit == min(part.limit for part in uneven) < whole.limit
     for field in ("step", "key", "times"):
@@ -123,7 +116,7 @@ def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:
 
 def test_a_small_sample_knows_how_many_keys_a_step_has() -> None:
     steps = list(TRACES["zipf"](np.random.default_rng(2), 120, LOOKUPS))
-    small = _trace(steps, most=10_000)
+    small = trace_of(steps, most=10_000)
     assert small.share < 0.2
     assert len(small.step) <= 10_000
     unique = np.mean([len(np.unique(step)) for step in steps])
@@ -133,7 +126,7 @@ def test_a_small_sample_knows_how_many_keys_a_step_has() -> None:
 def test_steps_are_joined_as_if_they_had_been_larger() -> None:
     steps = list(TRACES["sessions"](np.random.default_rng(2), 81, 1_000))
     larger = [np.concatenate(steps[at : at + 4]) for at in range(0, 80, 4)]
-    joined, direct = _trace(steps).joined(4), _trace(larger)
+    joined, direct = trace_of(steps).joined(4), trace_of(larger)
     assert (joined.steps, joined.samples, joined.lookups) == (20, 80_000, 80_000)
     assert joined.key.tolist() == direct.key.tolist()
     assert joined.times.tolist() == direct.times.tolist()
@@ -142,7 +135,7 @@ def test_steps_are_joined_as_if_they_had_been_larger() -> None:
 @pytest.mark.parametrize("count", [4, 30])
 def test_small_samples_are_joined_too(count: int) -> None:
     steps = list(TRACES["zipf"](np.random.default_rng(2), 240, LOOKUPS))
-    small = _trace(steps, most=10_000)
+    small = trace_of(steps, most=10_000)
     joined = loads(dumps({"a": small.joined(count)}))["a"]
     assert joined.share < 0.2
     unique = np.mean([len(np.unique(np.concatenate(steps[at : at + count]))) for at in range(0, 240, count)])
@@ -154,15 +147,15 @@ def test_small_samples_are_joined_too(count: int) -> None:
 def test_tables_of_few_keys_have_curves(rows: int) -> None:
     """Also where the least and the largest cache of interest are the same."""
     keys = min(rows, 2)
-    found = miss_curve(_trace([np.arange(keys)] * 20), rows)
+    found = miss_curve(trace_of([np.arange(keys)] * 20), rows)
     assert found.access.cache_fractions[-1] == 1
     assert found.access.unique_fraction == 1
 
 
 def test_a_file_holds_all_of_it_in_few_bytes() -> None:
     steps = list(TRACES["drift"](np.random.default_rng(2), 200, LOOKUPS))
-    trace = _trace(steps, most=100_000)
-    content = dumps({"a": trace, "nothing": _trace([np.zeros(0, dtype=np.int64)] * 3)})
+    trace = trace_of(steps, most=100_000)
+    content = dumps({"a": trace, "nothing": trace_of([np.zeros(0, dtype=np.int64)] * 3)})
     assert len(content) < 8 * len(trace.step)
     back = loads(content)
     assert list(back) == ["a", "nothing"]
@@ -178,7 +171,7 @@ def test_other_files_are_refused(content: bytes) -> None:
 
 
 def test_a_damaged_file_is_refused() -> None:
-    content = bytearray(dumps({"a": _trace([np.arange(10)] * 3)}))
+    content = bytearray(dumps({"a": trace_of([np.arange(10)] * 3)}))
     for at in range(0, len(content), 40):
         broken = content.copy()
         broken[at] ^= 0x55
@@ -194,25 +187,22 @@ def test_a_damaged_file_is_refused() -> None:
      {"limit": -1}, {"limit": 2**64}, {"excess": float("inf")}, {"times": np.zeros(3, dtype=np.uint32)}],
 )  # fmt: skip
 def test_numbers_that_nothing_observed_has_are_refused(wrong: dict[str, Any]) -> None:
-    trace = replace(_trace([np.arange(10)] * 9), **wrong)
+    trace = replace(trace_of([np.arange(10)] * 9), **wrong)
     with pytest.raises(InvalidInputError, match="KeyStatistics"):
         loads(dumps({"a": trace}))
 
 
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="at least 8"):
-        miss_curve(_trace([np.arange(10)] * 3), 100)
+        miss_curve(trace_of([np.arange(10)] * 3), 100)
     with pytest.raises(InvalidInputError, match="max_references"):
         KeySampler(["a", "b"], max_references=10)
 
 
-_KEYS = st.one_of(st.integers(-9, 9), st.integers(-(2**63), 2**63 - 1))
-
-
 @settings(max_examples=50)
-@given(st.lists(st.lists(_KEYS, max_size=20), max_size=4))
+@given(st.lists(st.lists(KEYS, max_size=20), max_size=4))
 def test_keys_come_back_with_the_share_of_steps_that_looked_them_up(steps: list[list[int]]) -> None:
-    keys, wanted = heavy_hitters(_trace([np.array(step, dtype=np.int64) for step in steps]))
+    keys, wanted = heavy_hitters(trace_of([np.array(step, dtype=np.int64) for step in steps]))
     every = {key for step in steps for key in step}
     expected = {key: sum(key in step for step in steps) / len(steps) for key in every}
     assert dict(zip(keys.tolist(), wanted.tolist(), strict=True)) == pytest.approx(expected)
@@ -221,4 +211,4 @@ def test_keys_come_back_with_the_share_of_steps_that_looked_them_up(steps: list[
 
 def test_a_sample_of_the_keys_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"share: of the keys .* observe fewer steps"):
-        heavy_hitters(_trace([np.arange(10_000)], most=1 << 13))
+        heavy_hitters(trace_of([np.arange(10_000)], most=1 << 13))

@@ -1,34 +1,23 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge, miss_curve
+from evenkeel.key_statistics import dumps, loads, merge, miss_curve
 from evenkeel.key_statistics.trace import HeavyKeys
 from evenkeel.placement import InvalidInputError, MissCurve
 from evenkeel.placement.access import fullest_rank, owners_of
+from tests.evenkeel.key_statistics.traces import KEYS, trace_of
 from trainer_client.embedding.routing.ownership import DIST_TYPES, DistType, Routing, block_size
 
 
-def _trace(steps: Iterable[Any], most: int = 2_000_000) -> KeyTrace:
-    sampler = KeySampler(["table"], max_references=most)
-    for step in steps:
-        sampler.observe([(np.array(step, dtype=np.int64), np.array([[0, 0, len(step)]]))], 1)
-    return sampler.traces()["table"]
-
-
-_KEYS = st.one_of(st.integers(-9, 9), st.integers(-(2**63), 2**63 - 1))
-
-
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(DIST_TYPES), st.lists(_KEYS, min_size=1), st.integers(1, 10**9), st.integers(1, 100))
+@given(st.sampled_from(DIST_TYPES), st.lists(KEYS, min_size=1), st.integers(1, 10**9), st.integers(1, 100))
 def test_the_planner_knows_the_owner_of_a_key(routing: DistType, keys: list[int], rows: int, ranks: int) -> None:
     rule, block = Routing(dist_type=routing), block_size(rows, ranks)
     owners = owners_of(np.array(keys, dtype=np.int64), rows, ranks, routing)
@@ -50,8 +39,8 @@ def _seen(kind: str) -> tuple[np.ndarray, tuple[MissCurve, ...]]:
     if kind == "in one owner":
         hot = draw.integers(0, 64, keys.shape) * (ROWS // 512)  # in the first eighth of the table
         keys = np.where(draw.random(keys.shape) < 0.26, hot, keys)
-    halves = merge({"t": _trace(part)} for part in np.split(keys, 2, axis=1))
-    traces = _trace(keys), _trace(keys, most=20_000), loads(dumps(halves))["t"]
+    halves = merge({"t": trace_of(part)} for part in np.split(keys, 2, axis=1))
+    traces = trace_of(keys), trace_of(keys, most=20_000), loads(dumps(halves))["t"]
     assert [trace.share == 1 for trace in traces] == [True, False, True]
     return keys.ravel(), tuple(miss_curve(trace, ROWS).access for trace in traces)
 
@@ -67,7 +56,7 @@ def test_the_fullest_rank_of_observed_keys_is_the_one_that_is_counted(kind: str,
 
 
 def test_statistics_without_counted_keys_are_read_and_planned_as_before() -> None:
-    trace = replace(_trace(np.arange(4_000).reshape(10, -1)), heavy=HeavyKeys())
+    trace = replace(trace_of(np.arange(4_000).reshape(10, -1)), heavy=HeavyKeys())
     curve = miss_curve(loads(dumps({"t": trace}))["t"], ROWS).access
     assert (curve.hot_keys, curve.hot_shares, curve.row_quantiles) == ((), (), ())
     broken = replace(trace, heavy=HeavyKeys(keys=np.arange(2), times=np.array([3, 4]), lookups=6))
@@ -79,7 +68,7 @@ def test_keys_that_come_in_every_step_and_lead_in_none_are_known() -> None:
     steps = [
         np.append(np.repeat(np.arange(1200 * at, 1200 * (at + 1)), 2), 2**30 + 8 * np.arange(200)) for at in range(60)
     ]
-    access = miss_curve(_trace(steps), 2**40).access
+    access = miss_curve(trace_of(steps), 2**40).access
     counted = np.bincount(np.concatenate(steps) % 8, minlength=8)
     assert fullest_rank(access, 2**40, 2600.0, 8, "roundrobin") == pytest.approx(
         counted.max() / counted.mean(), rel=0.1

@@ -73,10 +73,12 @@ def check_answer(
     for loads, places in ((found.loads, ranks), (found.home_loads, homes)):
         assert (loads == _loads(costs, places, num_ranks)).all()
         assert loads.dtype == costs.dtype
-    times = found.loads / np.asarray(given.get("speeds", np.ones(num_ranks)))
-    largest = float(times.max())
-    imbalance = largest / times.mean() if largest > 1e-290 else found.imbalance if largest else 1.0
-    assert math.isclose(found.imbalance, imbalance, rel_tol=1e-9)
+    speeds = np.asarray(given.get("speeds", np.ones(num_ranks)))
+    for loads, told in ((found.home_loads, found.home_imbalance), (found.loads, found.imbalance)):
+        times = loads / speeds
+        largest = float(times.max())
+        imbalance = largest / times.mean() if largest > 1e-290 else told if largest else 1.0
+        assert math.isclose(told, imbalance, rel_tol=1e-9)
     assert found.lower_bound <= largest * (1 + 1e-12) + 1e-323
     assert found.imbalance >= 1 - 1e-9 or largest < 1e-300
     moved, sizes = ranks != homes, np.asarray(given.get("sizes", costs), np.float64)
@@ -164,6 +166,11 @@ def check_partition(rng: Rng) -> None:
         assert (scaled.loads == found.loads * unit).all()
         assert scaled.lower_bound == found.lower_bound * unit
     speeds = [Fraction(float(speed)) for speed in given.get("speeds", np.ones(num_ranks))]
+    fewest = min(allowed[0] for allowed in allowed_counts(homes.tolist(), num_ranks, given["counts"]))
+    company = sorted(map(Fraction, costs.tolist()))[: max(fewest - 1, 0)]
+    heaviest = (max(map(Fraction, costs.tolist()), default=Fraction(0)) + sum(company)) / max(speeds)
+    least = max(sum(map(Fraction, costs.tolist())) / sum(speeds), heaviest)
+    assert Fraction(found.lower_bound) >= least * (1 - ROUNDING) - Fraction(1, 10**320), "a bound that is no use"
     for ranks in every:
         largest = max(x / speed for x, speed in zip(_sums(costs, ranks, num_ranks), speeds, strict=True))
         assert Fraction(found.lower_bound) <= largest * (1 + ROUNDING) + Fraction(1, 10**320), "the bound is none"
@@ -180,7 +187,7 @@ def check_window(rng: Rng) -> None:
     given = draw_options(rng, costs, homes, num_ranks)
     samples, options = round_of(costs, homes, num_ranks, steps=steps, num_steps=num_steps, **given)
     speeds, equal = np.asarray(given.get("speeds", np.ones(num_ranks))), given["counts"] == "equal"
-    bound = step_bounds(costs, steps, num_steps, speeds, equal=equal)[1]
+    mean, bound = step_bounds(costs, steps, num_steps, speeds, equal=equal)
     moved = regroup(costs, steps.astype(np.int32), num_steps, speeds, equal=equal, fill=rng.uniform(0.5, 1.0))
     assert (step_bounds(costs, moved, num_steps, speeds, equal=equal)[1] <= bound * (1 + 1e-9)).all()
     alone = partition_batches(samples, options)
@@ -192,6 +199,7 @@ def check_window(rng: Rng) -> None:
     assert (plan_round(samples, options).destinations == found.destinations).all()
     of = steps if found.steps is None else found.steps
     assert (of != steps).any() or (found.destinations == alone.destinations).all()
+    assert (bound > 1.02 * mean).any() or (of == steps).all(), "samples change their batch, and none has a giant"
     for step, figures in enumerate(found.batches):
         own, loaded = np.flatnonzero(of == step), steps == step
         assert own.size == loaded.sum()

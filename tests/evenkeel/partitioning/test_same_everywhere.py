@@ -13,19 +13,19 @@ import numba
 import numpy as np
 import pytest
 
-from evenkeel.partitioning import PartitionError
+from evenkeel.partitioning import PartitionError, strategies
 from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
 from tests.evenkeel.partitioning.instances import Rng, one_of, round_of
 
 KNOWN = {
-    "karmarkar_karp": "b4d4c299b673 467a0f73404c 2554b4bfe718 2581041fea76",
-    "lpt": "812b58829b55 98c2a21331bb 21e0193bb528 ffaef674764d",
-    "minimal_move": "2dc88a97b10c ff2e65ad32a5 5e17c464045e 0b73807d8263",
-    "plain": "550ab63249b4 3c926a3e7a39 3173cb5533ba 684e623a71d9",
-    "splits": "883706a35637 748a4eef0ef5 dc58477eabff a9b37d3cc84e",
+    "karmarkar_karp": "65996a906107 99b2084c6dff ec6a8f6ba73d",
+    "lpt": "7721f7b943d9 938e82bcebdc 4404c87010d6",
+    "minimal_move": "3bdfe20d68d5 e32867a7dbee 84fc24523368",
+    "plain": "550ab63249b4 3c926a3e7a39 a2ebc137e8c1",
+    "splits": "cad1193196a8 66702861e083 2a48c09d8020",
 }
-BLOCKS, ROUNDS = 4, 20  # of which each kind has so many, and each of them so many rounds
+BLOCKS = (range(20), range(20, 40), range(40, 480))  # the last one is for kernels, of which some search long
 
 
 def draw_round(rng: Rng, kind: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def draw_round(rng: Rng, kind: str) -> dict[str, Any]:
         "move_price": one_of(rng, 0.0, 0.01, 0.5),
         "min_samples": one_of(rng, 0, 0, 2),
         "users": one_of(rng, None, None, rng.integers(0, 9, n)),
-        "nodes": one_of(rng, None, rng.integers(0, 3, num_ranks)),
+        "nodes": one_of(rng, None, rng.integers(0, 3, num_ranks), np.arange(num_ranks) // 3),
         "costs": one_of(rng, lengths, lengths**2 + 64 * lengths, lengths * 0.1, 100 + rng.integers(0, 2, n)),
         "speeds": one_of(rng, (), np.array([0.5, 1.0, 3.0])[rng.integers(0, 3, num_ranks)]),
     }
@@ -67,7 +67,7 @@ def draw_round(rng: Rng, kind: str) -> dict[str, Any]:
 def digest(kind: str, block: int) -> str:
     """Of the answers to some rounds."""
     found = hashlib.sha256()
-    for number in range(block * ROUNDS, (block + 1) * ROUNDS):
+    for number in BLOCKS[block]:
         samples, options = round_of(**draw_round(np.random.default_rng(number), kind))
         try:
             plan = plan_round(samples, options)
@@ -81,13 +81,14 @@ def digest(kind: str, block: int) -> str:
     return found.hexdigest()[:12]
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", range(len(BLOCKS)))
 @pytest.mark.parametrize("kind", KNOWN)
 def test_answers_are_those_of_other_machines(kind: str, block: int) -> None:
-    if kind == "splits" and numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-        pytest.skip("records of spans are for kernels alone")
+    if numba.config.DISABLE_JIT and (kind == "splits" or block == len(BLOCKS) - 1):  # type: ignore[attr-defined]
+        pytest.skip("records of spans are for kernels alone, and many rounds take minutes")
     assert digest(kind, block) == KNOWN[kind].split()[block]
+    assert {*strategies(), "splits"} == KNOWN.keys()
 
 
 if __name__ == "__main__":
-    print({kind: " ".join(digest(kind, block) for block in range(BLOCKS)) for kind in KNOWN})
+    print({kind: " ".join(digest(kind, block) for block in range(len(BLOCKS))) for kind in KNOWN})

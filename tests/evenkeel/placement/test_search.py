@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ from evenkeel.placement.limits import Watch
 from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import Problem, build_problem
 from evenkeel.placement.program import solve_core
-from evenkeel.placement.search import solve
+from evenkeel.placement.search import PricedGroup, solve
 from evenkeel.placement.trivial import trivial_placements
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
 from tests.evenkeel.placement.instances import brute_force, mixed_request, random_tables, request
@@ -63,6 +65,11 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert problem.cost(found.choice) == pytest.approx(found.cost)
     assert problem.is_agreed(found.choice)
     assert np.all(problem.usage(found.choice) <= problem.budget + 1e-6)
+    near, late = solve(problem, Watch(20), gap=0.1), solve(problem, Watch(0.0), start=found.choice)
+    assert near.proved
+    assert max(near.bound, late.bound) <= expected * (1 + 1e-9) <= near.cost * (1 + 1e-6)
+    assert near.cost * (1 - 0.1) <= near.bound * (1 + 1e-9)
+    assert late.cost == pytest.approx(expected, rel=1e-7)
     limited = problem.limited()
     alone = solve_core(limited, np.isfinite(limited.seconds), gap=0.0, start=None, watch=Watch(20))
     assert alone.bound == pytest.approx(expected, rel=1e-7), "without prices, starts and what they rule out"
@@ -265,11 +272,39 @@ def test_trivial_plans_are_never_faster(runtime: str) -> None:
         assert any(k.seconds is not None for k in found.trivial)
 
 
-@pytest.mark.parametrize(("pooled", "host_gib"), [(True, 10), (False, 20)])
-def test_trivial_plans_need_no_time(pooled: bool, host_gib: float) -> None:
-    tables = random_tables(12, 1, sharding=Sharding.COLUMN_WISE, pooled=pooled)
-    asked = request(tables, hbm_gib=3, host_gib=host_gib, runtime="torchrec")
-    assert any(trivial_placements(asked, build_problem(asked), Watch(0.0)).values())
+@given(st.integers(0, 10_000_000))
+@settings(max_examples=40, deadline=None)
+def test_trivial_plans_are_what_their_names_say_whatever_time_is_left(seed: int) -> None:
+    asked = mixed_request(seed)
+    try:
+        problem = build_problem(asked, GRID)
+    except InvalidInputError:
+        return
+    found, able = trivial_placements(asked, problem, Watch(0.0)), np.isfinite(problem.seconds)
+
+    def is_possible(options: npt.NDArray[np.bool_]) -> bool:
+        each = [np.flatnonzero(options & (problem.table == table)) for table in range(problem.num_tables)]
+        choices = map(np.array, itertools.product(*each))
+        return any(problem.is_agreed(choice) and problem.fits(choice) for choice in choices)
+
+    names = {"all in HBM": Mode.HBM_ONLY, "all in host memory": Mode.HOST_ONLY, "all cached alike": Mode.CACHING}
+    for name, mode in names.items():
+        mine = able & (problem.mode == mode)
+        ratios = [ratio for ratio in np.unique(problem.ratio[mine]) if is_possible(mine & (problem.ratio == ratio))]
+        placed = found[name]
+        assert (placed is None) == (not ratios)
+        if placed is not None:
+            assert mine[placed.choice].all()
+            assert set(problem.ratio[placed.choice].tolist()) == {max(ratios)}
+            assert problem.is_agreed(placed.choice)
+            assert problem.fits(placed.choice)
+    if (dense := found["by lookups per byte"]) is not None:
+        whole = problem.mode[dense.choice] == Mode.HBM_ONLY
+        hbm = [problem.hbm[able & (problem.mode == Mode.HBM_ONLY) & (problem.table == t)] for t in range(len(whole))]
+        lookups = [t.ids_per_sample / own[0] if len(own) else 0.0 for t, own in zip(asked.tables, hbm, strict=True)]
+        assert min(np.array(lookups)[whole], default=np.inf) >= max(np.array(lookups)[~whole], default=0.0)
+        assert problem.fits(dense.choice)
+    assert dense is not None or found["all in HBM"] is None
 
 
 def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
@@ -333,3 +368,38 @@ def test_more_memory_and_more_choices_give_no_slower_plan(
             assert large.bound_seconds <= other.seconds * (1 + 1e-9)
             allowed = 1e-9 if not is_spread else 3e-4 if large.status is Status.OPTIMAL else 0.01
             assert large.seconds <= other.seconds * (1 + allowed)
+
+
+@given(st.integers(0, 10_000_000), st.tuples(st.floats(0, 3), st.floats(0, 3)))
+@settings(max_examples=40, deadline=None)
+def test_of_tables_that_fuse_no_choice_is_cheaper_at_any_prices(seed: int, prices: tuple[float, float]) -> None:
+    try:
+        problem = build_problem(mixed_request(seed), GRID).limited()
+    except InvalidInputError:
+        return
+    able = np.isfinite(problem.seconds)
+    scale = [problem.seconds[able].mean() / max(use[able].mean(), 1e-9) for use in (problem.hbm, problem.host)]
+    priced = problem.priced(np.array(prices) * scale)
+    for number in range(len(problem.mixing)):
+        group = PricedGroup(problem, number)
+        if len(np.unique(group.rows)) < len(group.tables):
+            continue
+        least = np.full(len(able), np.inf)
+        for each in itertools.product(*(group.options[group.rows == row] for row in range(len(group.tables)))):
+            choice = np.array(each)
+            if problem.is_agreed(choice):
+                mixed = len(set(problem.cached[choice].tolist())) > 1
+                cost = priced[choice].sum() + problem.mixing[number] * mixed
+                least[choice] = np.minimum(least[choice], cost)
+        cost, chosen = group.price(np.array(prices) * scale)
+        floors = group.floors(np.array(prices) * scale)
+        assert cost <= least.min() * (1 + 1e-9)
+        assert (floors <= least[group.options] * (1 + 1e-9)).all()
+        terms = problem.terms[group.options]
+        what = np.append(problem.subject, -1)[terms]
+        subjects = [each for each in np.unique(what).tolist() if len(np.unique(terms[what == each])) > 1 and each >= 0]
+        disputed = np.isin(what, subjects)
+        if len(subjects) <= 2 and (disputed.sum(axis=1, initial=0) <= 1).all():
+            assert cost == pytest.approx(least.min(), rel=1e-9)
+            assert floors == pytest.approx(least[group.options], rel=1e-9)
+            assert problem.is_agreed(chosen) or np.isinf(cost)

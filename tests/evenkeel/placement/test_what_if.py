@@ -21,17 +21,30 @@ from evenkeel.placement import (
 from tests.evenkeel.placement.instances import random_tables, request
 
 
-def test_what_if_is_a_falling_curve_through_the_plan() -> None:
-    asked = request(random_tables(12, 8), hbm_gib=5)
-    answer = what_if(asked, points=12)
-    times = [p.seconds for p in answer.curve if p.seconds is not None]
-    assert len(times) > 5
-    assert times == sorted(times, reverse=True)
+@pytest.mark.parametrize(("resource", "hbm_gib", "host_gib"), [("hbm", 5, None), ("host", 1.5, 60)])
+def test_a_curve_over_either_memory_falls_and_is_one_of_plans(
+    resource: str, hbm_gib: float, host_gib: float | None
+) -> None:
+    asked = request(random_tables(12, 8), hbm_gib=hbm_gib, host_gib=host_gib)
+    answer = what_if(asked, points=8 * (resource == "hbm"), host_points=8 * (resource == "host"))
+    curve, other = (answer.curve, answer.host_curve)[:: 1 if resource == "hbm" else -1]
+    assert not other
     assert answer.next_hbm_gib_saves_seconds > 0
     values = [value.seconds_per_gib for value in answer.tables]
     assert values == sorted(values, reverse=True)
-    here = what_if(asked, hbm_bytes=(asked.topology.hbm_bytes,)).curve[0]
-    assert here.seconds == pytest.approx(answer.plan.seconds, rel=2e-3)
+    sizes = [(point.hbm_bytes, point.host_bytes or 0) for point in curve]
+    assert sizes == sorted(sizes)
+    known = [point for point in curve if point.seconds is not None]
+    assert len(known) > 5
+    times = [point.seconds for point in known]
+    assert times == sorted(times, reverse=True)
+    assert times[0] != times[-1]
+    for point in known:
+        there = replace(asked.topology, hbm_bytes=point.hbm_bytes, host_bytes=point.host_bytes)
+        assert plan(replace(asked, topology=there)).seconds <= point.seconds * 1.002
+    if resource == "host":
+        boundless = plan(replace(asked, topology=replace(asked.topology, host_bytes=None)))
+        assert boundless.seconds == pytest.approx(times[-1], rel=2e-3)
 
 
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
@@ -42,25 +55,6 @@ def test_curve_and_savings_beside_a_dense_part_are_those_of_such_plans(runtime: 
     now, then = (point.seconds for point in answer.curve)
     assert now == pytest.approx(answer.plan.seconds)
     assert answer.next_hbm_gib_saves_seconds == pytest.approx(now - then, abs=0.02 * now)  # curves have other ratios
-
-
-def test_what_if_is_a_falling_curve_over_the_memory_of_a_host_too() -> None:
-    asked = request(random_tables(12, 8), hbm_gib=1.5, host_gib=60)
-    answer = what_if(asked, points=0, host_points=8)
-    assert not answer.curve
-    sizes = [p.host_bytes for p in answer.host_curve]
-    assert sizes == sorted(sizes, key=lambda size: size or 0)
-    assert {p.hbm_bytes for p in answer.host_curve} == {asked.topology.hbm_bytes}
-    times = [p.seconds for p in answer.host_curve]
-    assert len(times) > 5
-    assert None not in times
-    assert times == sorted(times, key=lambda seconds: -(seconds or 0.0))
-    assert times[0] != times[-1]
-    for point in answer.host_curve:
-        alone = plan(replace(asked, topology=replace(asked.topology, host_bytes=point.host_bytes)))
-        assert alone.seconds <= point.seconds * 1.002
-    boundless = plan(replace(asked, topology=replace(asked.topology, host_bytes=None)))
-    assert boundless.seconds == pytest.approx(times[-1], rel=2e-3)
 
 
 def test_a_curve_over_shards_on_ranks_is_one_of_plans() -> None:

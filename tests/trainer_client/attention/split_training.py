@@ -155,7 +155,7 @@ def _train_split(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
         if case.loop == "torchrec":
             _by_pipeline(_loader(case, batches, balancer), Step(model, forward))
         else:
-            for step in LOOPS[case.loop](case, batches, balancer):
+            for step in _by_loader(case, batches, balancer):
                 forward(*step).backward()
     return seen | {"losses": losses, "gradients": gradients(model)}
 
@@ -202,19 +202,6 @@ def _by_loader(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> 
     loader = _loader(case, batches, balancer)
     for batch in loader:
         yield batch, loader.splits, loader.loss_scale
-
-
-def _by_hand(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Told]:
-    cost, spec = case.options.cost(), SequenceBatch.spec()
-    for batch in [*batches, *[None] * 9]:
-        ticket = balancer.submit(batch, cost=cost, memory=case.options.tokens(), spec=spec)
-        balanced = balancer.redistribute(batch, ticket, spec=spec)
-        if balanced is None:
-            return
-        yield balanced, ticket.splits, 1.0
-
-
-LOOPS = {"loader": _by_loader, "by hand": _by_hand}
 
 
 def _by_sample(logits: Tensor, batch: SequenceBatch) -> dict[int, float]:

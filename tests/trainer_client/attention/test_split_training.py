@@ -19,7 +19,6 @@ CASES = [
     Case(world_size=3, seed=8, cap=70.0, samples=1, giants=0.4),
     Case(world_size=3, seed=13, attention="silu", candidates=2, sharded=True, again=True, steps=2),
     Case(world_size=2, seed=14, loop="torchrec", parallel=True, again=True),
-    Case(world_size=2, seed=11, loop="by hand"),
 ]
 
 

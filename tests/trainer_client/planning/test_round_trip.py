@@ -20,11 +20,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner import Topology as TorchRecTopology
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import (
     InvalidInputError,
     Mode,
@@ -43,6 +40,7 @@ from evenkeel.placement.layouts import layouts
 from evenkeel.placement.plan_file import PlanFile, dumps
 from tests.evenkeel.placement.instances import random_tables
 from tests.trainer_client.balancing.jobs import run_in_turn
+from tests.trainer_client.planning.models import Collections, features_of
 from trainer_client.planning import load_sharding_plan, parameter_constraints, sharding_plan
 
 _KERNELS = {
@@ -54,30 +52,6 @@ _KERNELS = {
 _SHARDERS: Any = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
-class _Model(torch.nn.Module):
-    """A pooled and a sequence collection with the tables of a request."""
-
-    def __init__(self, request: PlanRequest) -> None:
-        super().__init__()
-        sizes = [
-            {
-                "name": table.name,
-                "embedding_dim": table.dim,
-                "num_embeddings": table.rows,
-                "feature_names": [f"{table.name}_{number}" for number in range(table.features)],
-            }
-            for table in request.tables
-        ]
-        groups = [table.group for table in request.tables]
-        bags = [EmbeddingBagConfig(**size) for size, group in zip(sizes, groups, strict=True) if group == "bags"]
-        rows = [EmbeddingConfig(**size) for size, group in zip(sizes, groups, strict=True) if group == "rows"]
-        self.bags = EmbeddingBagCollection(tables=bags, device=torch.device("meta"))
-        self.rows = EmbeddingCollection(tables=rows, device=torch.device("meta"))
-
-    def forward(self, bags: KeyedJaggedTensor, rows: KeyedJaggedTensor) -> torch.Tensor:
-        return self.bags(bags).values().sum() + sum(found.values().sum() for found in self.rows(rows).values())
-
-
 def _request(seed: int, *, ranks: int = 4, scale: int = 1, depth: int = 1) -> PlanRequest:
     """Tables of every sharding type that a collection takes, in every memory."""
     draw = np.random.default_rng(seed)
@@ -87,18 +61,19 @@ def _request(seed: int, *, ranks: int = 4, scale: int = 1, depth: int = 1) -> Pl
         kinds = list(Sharding) if pooled else [kind for kind in Sharding if kind.value in _OF_SEQUENCES]
         sharding = kinds[int(draw.integers(len(kinds)))]
         split = sharding.value in ("column_wise", "grid_shard")
+        parts = int(draw.choice([1, 2, 3, 4]))
         ratio = None if sharding is Sharding.ROW_WISE else [None, 0.0, 0.25, 0.5, 0.9, 1.0][int(draw.integers(6))]
         tables.append(
             replace(
                 table,
                 rows=int(draw.integers(100, 5_000)) * scale // (20 if sharding is Sharding.DATA_PARALLEL else 1),
-                dim=table.dim if pooled else 32,
+                dim=(96 if parts == 3 else table.dim) if pooled else 32,
                 group="bags" if pooled else "rows",
                 pooled=pooled,
                 features=1 + index % 2,
                 ids_per_sample=1.0 + index % 2,
                 sharding=sharding,
-                column_shards=(int(draw.choice([1, 2, 4])) if pooled else 2) if split else 1,
+                column_shards=(parts if pooled else 2) if split else 1,
                 ratio=None if sharding is Sharding.DATA_PARALLEL else ratio,
             )
         )
@@ -165,7 +140,7 @@ _INSTANCES = [_request(seed, scale=1000, depth=1 + seed % 2) for seed in range(6
 @pytest.mark.parametrize("asked", _INSTANCES, ids=range(len(_INSTANCES)))
 def test_every_exit_says_what_the_plan_says(asked: PlanRequest, tmp_path: Path) -> None:
     request, planned = asked, plan(asked)
-    model = _Model(request)
+    model = Collections(request.tables)
     whole = sharding_plan(model, request, planned)
     _check(whole, request, planned, ranks=True)
     file = tmp_path / "plan.json"
@@ -186,7 +161,7 @@ def test_every_exit_says_what_the_plan_says(asked: PlanRequest, tmp_path: Path) 
 
 
 def _train(rank: int, request: PlanRequest, planned: Plan) -> None:
-    model = _Model(request)
+    model = Collections(request.tables)
     whole = sharding_plan(model, request, planned, device="cpu")
     env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
     parallel = DistributedModelParallel(
@@ -199,20 +174,33 @@ def _train(rank: int, request: PlanRequest, planned: Plan) -> None:
         held = state[f"{table.group}.{folder}.{table.name}.weight"]
         if placed.sharding is Sharding.DATA_PARALLEL:
             assert held.shape == (table.rows, table.dim)
+            held.detach().copy_(_cells(torch.arange(table.rows), range(table.dim)))
             continue
+        for shard in held.local_shards():
+            (first, left), (count, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(_cells(torch.arange(first, first + count), range(left, left + width)))
         mine = [shard.metadata for shard in held.local_shards()]
         wanted = [s for s in whole.plan[table.group][table.name].sharding_spec.shards if s.placement.rank() == rank]  # type: ignore[index]
         cells = [(tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in wanted if s.shard_sizes[0]]
         assert sorted((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in mine if s.shard_sizes[0]) == sorted(cells)
-    keys = {group: [t for t in request.tables if t.group == group] for group in ("bags", "rows")}
-    batches = []
-    for tables in keys.values():
-        names = [f"{table.name}_{number}" for table in tables for number in range(table.features)]
-        values = [torch.arange(4) * 7 % table.rows for table in tables for _ in range(table.features)]
-        batches.append(KeyedJaggedTensor(names, torch.cat(values), lengths=torch.ones(4 * len(names), dtype=torch.int)))
-    loss = parallel(*batches)
-    loss.backward()
-    assert torch.isfinite(loss)
+    batches, expected = [], {}
+    for group in ("bags", "rows"):
+        placed = [(t, p) for t, p in zip(request.tables, planned.placements, strict=True) if t.group == group]
+        keys = {name: torch.arange(4) * 7 % table.rows for table, _ in placed for name in features_of(table)}
+        lengths = torch.ones(4 * len(keys), dtype=torch.int)
+        batches.append(KeyedJaggedTensor(list(keys), torch.cat([*keys.values()]), lengths=lengths))
+        for table, where in placed:
+            if where.sharding is not Sharding.DATA_PARALLEL or table.pooled:  # TorchRec mixes up features of the others
+                expected |= {name: _cells(keys[name], range(table.dim)) for name in features_of(table)}
+    found = parallel(*batches)
+    for name, rows in expected.items():
+        torch.testing.assert_close(found[name], rows)
+    torch.cat([rows.flatten() for rows in found.values()]).sum().backward()
+
+
+def _cells(rows: torch.Tensor, columns: range) -> torch.Tensor:
+    """Another number for each row and column of a table."""
+    return (rows[:, None] * 0.37 + torch.tensor(columns) * 1.13).sin()
 
 
 def test_distributed_model_parallel_holds_the_shards_of_the_plan() -> None:
@@ -230,7 +218,9 @@ def test_a_module_of_a_table_without_a_group_is_asked_for(tmp_path: Path) -> Non
     file.write_text(dumps(PlanFile(request=bare, plan=planned)))
     with pytest.raises(InvalidInputError, match=r"table_0.group: is empty"):
         load_sharding_plan(file)
-    assert load_sharding_plan(file, _Model(request)) == sharding_plan(_Model(request), bare, planned)
+    assert load_sharding_plan(file, Collections(request.tables)) == sharding_plan(
+        Collections(request.tables), bare, planned
+    )
 
 
 def test_a_plan_for_another_model_or_runtime_is_refused() -> None:
@@ -246,7 +236,7 @@ def test_a_plan_for_another_model_or_runtime_is_refused() -> None:
     for change, message in changes:
         other = replace(request, **change)
         with pytest.raises(InvalidInputError, match=message):
-            sharding_plan(_Model(request), other, plan(other))
+            sharding_plan(Collections(request.tables), other, plan(other))
 
 
 def test_blocks_of_sequences_that_torchrec_cannot_exchange_are_refused() -> None:
@@ -282,49 +272,6 @@ def test_every_cut_that_torchrec_makes_is_tried_and_no_other(dim: int) -> None:
         assert _made(dim, dim // pieces) == [dim // pieces] * pieces
     possible = {len(_made(dim, width)) for width in range(1, dim + 1)}
     assert tried == {pieces for pieces in possible if pieces <= ranks}
-
-
-def _run(rank: int, folder: Path) -> None:
-    sizes = {"thirds": (96, 3), "narrow": (12, 3), "even": (64, 2)}
-    configs = [
-        EmbeddingBagConfig(name=n, embedding_dim=d, num_embeddings=50, feature_names=[n]) for n, (d, _) in sizes.items()
-    ]
-    model = torch.nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("cpu")))
-    torch.manual_seed(3)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
-    rows = {name: model.get_parameter(f"0.embedding_bags.{name}.weight").detach().clone() for name in sizes}
-    tables = tuple(
-        Table(name=n, rows=50, dim=d, pooled=True, sharding=Sharding.COLUMN_WISE, column_shards=cut, group="0")
-        for n, (d, cut) in sizes.items()
-    )
-    request = PlanRequest(tables=tables, topology=Topology(ranks=3, hbm_bytes=4 << 30), runtime=Runtime.TORCHREC)
-    found = plan(request)
-    whole = sharding_plan(model, request, found, device="cpu")
-    machines = TorchRecTopology(world_size=3, local_world_size=3, compute_device="cuda", hbm_cap=8 << 30)
-    constraints: Any = parameter_constraints(request, found)
-    sharders: Any = [EmbeddingBagCollectionSharder()]
-    theirs = EmbeddingShardingPlanner(topology=machines, constraints=constraints).plan(model, sharders)
-    for name, (dim, cut) in sizes.items():
-        for made in (whole, theirs):
-            shards = made.plan["0"][name].sharding_spec.shards  # type: ignore[index,union-attr]
-            assert [shard.shard_sizes for shard in shards] == [[50, dim // cut]] * cut
-    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=whole)
-    for name, weight in rows.items():
-        for shard in parallel.state_dict()[f"0.embedding_bags.{name}.weight"].local_shards():
-            first = shard.metadata.shard_offsets[1]
-            shard.tensor.copy_(weight[:, first : first + shard.tensor.shape[1]])
-    values = torch.arange(3 * 4) * (rank + 1) % 50
-    keys = KeyedJaggedTensor(keys=list(sizes), values=values, lengths=torch.full((6,), 2))
-    out = parallel(keys)
-    own = values.view(3, 2, 2)
-    expected = torch.cat([rows[name][own[index]].sum(1) for index, name in enumerate(sizes)], dim=1)
-    torch.testing.assert_close(out.values(), expected)
-    out.values().sum().backward()
-
-
-def test_thirds_and_narrow_parts_train_by_their_plan(tmp_path: Path) -> None:
-    run_ranks(3, _run, tmp_path)
 
 
 @pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])

@@ -6,12 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.types import CacheStatistics
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 
 from evenkeel.placement import (
     Eviction,
@@ -28,6 +25,7 @@ from evenkeel.placement import (
 )
 from evenkeel.placement.application import lines_to_paste
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
+from tests.trainer_client.planning.models import Collections
 from trainer_client.planning import (
     PlannerClient,
     PlannerError,
@@ -40,19 +38,9 @@ from trainer_client.planning import (
 )
 
 
-class _Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        bags = [
-            EmbeddingBagConfig(name=f"bag_{i}", embedding_dim=16, num_embeddings=101 + i, feature_names=[f"f{i}"])
-            for i in range(3)
-        ]
-        rows = [EmbeddingConfig(name="seq", embedding_dim=8, num_embeddings=57, feature_names=["s"])]
-        self.bags = EmbeddingBagCollection(tables=bags, device=torch.device("meta"))
-        self.rows = EmbeddingCollection(tables=rows, device=torch.device("meta"))
-
-    def forward(self, bags: KeyedJaggedTensor, rows: KeyedJaggedTensor) -> torch.Tensor:
-        return self.bags(bags).values().sum() + self.rows(rows)["s"].values().sum()
+def _model() -> Collections:
+    bags = [Table(name=f"bag_{i}", rows=101 + i, dim=16, pooled=True, group="bags") for i in range(3)]
+    return Collections([*bags, Table(name="seq", rows=57, dim=8, group="rows")])
 
 
 def _request(tables: tuple[Table, ...], ranks: int = 2, **topology: Any) -> PlanRequest:
@@ -62,7 +50,7 @@ def _request(tables: tuple[Table, ...], ranks: int = 2, **topology: Any) -> Plan
 
 def test_a_model_is_described_with_its_modules_as_groups() -> None:
     lookups, access = {"seq": 50.0}, {"bag_1": Zipf(exponent=2)}
-    tables = describe_model(_Model(), optimizer=Optimizer.SGD, ids_per_sample=lookups, access=access)
+    tables = describe_model(_model(), optimizer=Optimizer.SGD, ids_per_sample=lookups, access=access)
     assert [(t.name, t.rows, t.dim, t.group, t.pooled) for t in tables] == [
         ("bag_0", 101, 16, "bags", True),
         ("bag_1", 102, 16, "bags", True),
@@ -78,7 +66,7 @@ def test_unknown_tables_and_types_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="data_type"):
         describe_configs([config])
     with pytest.raises(InvalidInputError, match="is no table"):
-        describe_model(_Model(), access={"nobody": Zipf()})
+        describe_model(_model(), access={"nobody": Zipf()})
 
 
 def _dynamicemb(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +85,7 @@ def _dynamicemb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dynamicemb_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = tuple(replace(t, dist_type="continuous") for t in describe_model(_Model()))
+    tables = tuple(replace(t, dist_type="continuous") for t in describe_model(_model()))
     request = replace(_request(tables), runtime=Runtime.DYNAMICEMB)
     found = plan(request)
     with pytest.raises(ModuleNotFoundError):
@@ -115,7 +103,7 @@ def test_dynamicemb_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_dynamicemb_gets_admission_scores_initialisers_optimizer_and_prefetching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, *others = describe_model(_Model(), optimizer=Optimizer.ROWWISE_ADAGRAD)
+    first, *others = describe_model(_model(), optimizer=Optimizer.ROWWISE_ADAGRAD)
     first = replace(first, admission_rows=1000, admission_threshold=5, eviction=Eviction.LFU, score_words=2)
     others[0] = replace(others[0], admission_rows=1000, admission_threshold=5)
     step = Step(samples_per_rank=8, training=False, prefetch_depth=2)
@@ -144,7 +132,7 @@ def test_dynamicemb_gets_admission_scores_initialisers_optimizer_and_prefetching
 
 
 def test_optimizers_that_differ_are_given_by_table() -> None:
-    first, *others = describe_model(_Model())
+    first, *others = describe_model(_model())
     request = _request((replace(first, optimizer=Optimizer.SGD), *others))
     pasted: dict[str, Any] = {}
     exec(lines_to_paste(request, plan(request)), pasted)
@@ -166,7 +154,7 @@ def test_optimizers_that_differ_are_given_by_table() -> None:
     ],
 )
 def test_what_a_runtime_cannot_do_is_refused(runtime: Runtime, changes: dict[str, Any], field: str) -> None:
-    first, *others = describe_model(_Model())
+    first, *others = describe_model(_model())
     asked = _request((*others, first))
     asked = replace(asked, runtime=runtime, step=replace(asked.step, prefetch_depth=2))
     with pytest.raises(InvalidInputError) as caught:
@@ -175,7 +163,7 @@ def test_what_a_runtime_cannot_do_is_refused(runtime: Runtime, changes: dict[str
 
 
 def test_plan_files_are_lossless_and_versioned() -> None:
-    request = _request(describe_model(_Model()))
+    request = _request(describe_model(_model()))
     content = PlanFile(request=request, plan=plan(request))
     assert loads(dumps(content)) == content
     with pytest.raises(InvalidInputError, match="another version"):
@@ -184,12 +172,12 @@ def test_plan_files_are_lossless_and_versioned() -> None:
 
 def test_a_planner_that_is_absent_is_told_and_where_it_was_looked_for() -> None:
     with pytest.raises(PlannerError, match=r"http://127.0.0.1:9.*check the address"):
-        PlannerClient(url="http://127.0.0.1:9").plan(_request(describe_model(_Model())))
+        PlannerClient(url="http://127.0.0.1:9").plan(_request(describe_model(_model())))
 
 
 @pytest.mark.parametrize("runtime", list(Runtime))
 def test_a_plan_in_which_nothing_fits_says_so_when_it_is_applied(runtime: Runtime) -> None:
-    request = replace(_request(describe_model(_Model()), hbm_bytes=1 << 20, host_bytes=0), runtime=runtime)
+    request = replace(_request(describe_model(_model()), hbm_bytes=1 << 20, host_bytes=0), runtime=runtime)
     apply = parameter_constraints if runtime is Runtime.TORCHREC else dynamicemb_constraints
     said = r"plan\.status: holds no placements: .*HBM on every GPU.*give more memory"
     with pytest.raises(InvalidInputError, match=said):

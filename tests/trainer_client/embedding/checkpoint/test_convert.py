@@ -173,7 +173,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 ALONE = """
-import os, resource, signal, sys
+import os, signal, sys
 from pathlib import Path
 import numpy as np
 from trainer_client.embedding.checkpoint import convert, open_checkpoint
@@ -210,10 +210,11 @@ def dump(name, rows):
 
 def peak(name, form):
     convert(open_checkpoint(root / name), root / (name + form), world_size=4, target_format=form)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()  # `getrusage` would tell what forked it had
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) // 1024
 
-dump("small", 100_000)
-dump("large", 300_000)
+dump("small", 300_000)
+dump("large", 700_000)
 print(*[peak(name, form) for name in ("small", "large") for form in ("dynamicemb", "dcp")])
 """
 
@@ -231,8 +232,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_memory_does_not_grow_with_the_table(alone: tuple[Path, list[str]]) -> None:
     after_small, after_large = map(int, alone[1][-1].split()[1::2])
-    # 53 MB more rows: what may grow is the keys of one rank, 0.4 MB, and their sort.
-    assert after_large - after_small < 24
+    # 102 MB more rows: what may grow is the keys of one rank, 0.8 MB, and their sort.
+    assert after_large - after_small < 40
 
 
 def test_killed_anywhere_there_is_the_old_checkpoint_or_the_new_one(alone: tuple[Path, list[str]]) -> None:

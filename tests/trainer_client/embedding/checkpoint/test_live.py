@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.redistribution.pool import GlooRanks, group_of
 from tests.trainer_client.embedding.checkpoint.dumps import DIM, KEYS, NUM_EMBEDDINGS, values_of, write_dump
-from tests.trainer_client.embedding.keys import OnRanks, batch_of
+from tests.trainer_client.embedding.keys import OnRanks, make, step
+from tests.trainer_client.embedding.training import HOT, PROGRAMS, ROUTINGS, Program, Training, assert_alike, hold
 from trainer_client.embedding.checkpoint import (
     CheckpointError,
     RoutingMismatchError,
@@ -28,118 +29,93 @@ from trainer_client.embedding.checkpoint import (
 )
 from trainer_client.embedding.checkpoint.files import staging
 from trainer_client.embedding.dynamicemb import dynamicemb_loads_by_owner
-from trainer_client.embedding.routing import DIST_TYPES, Routing, RoutingLike, hash_roundrobin, owners, roundrobin
+from trainer_client.embedding.routing import Routing, RoutingLike, hash_roundrobin, owners, roundrobin
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
 
-
-def make_tables(users: RoutingLike, items: RoutingLike) -> list[RoutedTable]:
-    return [
-        RoutedTable(name="users", embedding_dim=4, features=("user",), num_embeddings=70, routing=users),
-        RoutedTable(name="items", embedding_dim=6, features=("item",), num_embeddings=500, routing=items),
-    ]
+Rows = dict[Any, dict[str, torch.Tensor]]
 
 
-def train(collection: RoutedEmbeddingCollection, optimizer: torch.optim.Optimizer, steps: int, rank: int = 0) -> float:
-    total = 0.0
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(31 * step + rank)
-        users = torch.randint(0, 70, (20,), generator=generator)
-        items = torch.randint(-40, 40, (30,), generator=generator) * 12
-        optimizer.zero_grad()
-        found = collection(batch_of(user=users, item=items))
-        loss = torch.stack([value.square().sum() for value in found.values()]).sum()
-        loss.backward()
-        optimizer.step()
-        total += float(loss.detach())
-    return total
+def rows_of(training: Training) -> Rows:
+    """Values and state of each row that this rank holds, by table and key."""
+    found = {}
+    for name, part in training.collection.tables.items():
+        arrays = {"values": part.weight.detach()} | {
+            kind: torch.as_tensor(state) for kind, state in training.optimizer.state[part.weight].items()
+        }
+        for row, key in enumerate(part.held_keys().tolist()):
+            found[name, key] = {kind: (each[row] if each.dim() else each).clone() for kind, each in arrays.items()}
+    return found
 
 
-def snapshot(collection: RoutedEmbeddingCollection, optimizer: torch.optim.Optimizer) -> dict[Any, list[torch.Tensor]]:
-    rows = {}
-    for table in collection.configs:
-        owned = collection.tables[table.name]
-        state = optimizer.state[owned.weight]
-        for row, key in enumerate(owned.held_keys().tolist()):
-            arrays = owned.weight, state["exp_avg"], state["exp_avg_sq"], state["step"].expand(1)
-            rows[table.name, key] = [array.detach()[row if array.dim() > 1 else 0].clone() for array in arrays]
-    return rows
-
-
-def assert_same_rows(found: dict[Any, list[torch.Tensor]], expected: dict[Any, list[torch.Tensor]]) -> None:
-    assert found.keys() == expected.keys()
-    for key, arrays in expected.items():
-        for mine, other in zip(found[key], arrays, strict=True):
-            assert torch.equal(mine, other), key
-
-
-@dataclass(frozen=True)
-class RoundTrip:
-    """Tables of some ranks under some routings, and the ranks and routings that load them."""
-
-    saved_by: int
-    saved_as: tuple[RoutingLike, RoutingLike]
-    loaded_by: int
-    loaded_as: tuple[RoutingLike, RoutingLike]
-
-
-# Items have negative keys, which are no row numbers.
-MODES = st.sampled_from([*DIST_TYPES, hash_roundrobin(3)])
-PAIRS = st.tuples(MODES, MODES.filter(lambda mode: mode != "continuous"))
-TRIPS = st.builds(RoundTrip, st.integers(1, 4), PAIRS, st.integers(1, 4), PAIRS)
-
-
-def save_and_load(trip: RoundTrip, root: str) -> list[dict[Any, list[torch.Tensor]]]:
-    """In a rank: its rows before and after."""
-    rank, both = dist.get_rank(), group_of(max(trip.saved_by, trip.loaded_by))
-    before: dict[Any, list[torch.Tensor]] = {}
-    after: dict[Any, list[torch.Tensor]] = {}
-    if rank < trip.saved_by:
-        saved = RoutedEmbeddingCollection(make_tables(*trip.saved_as), process_group=group_of(trip.saved_by))
-        optimizer = torch.optim.Adam(saved.parameters())
-        train(saved, optimizer, 2, rank)
-        save(saved, Path(root) / "saved", optimizer=optimizer)
-        before = snapshot(saved, optimizer)
+def save_and_go_on(
+    program: Program, loaders: int, loaded_as: tuple[RoutingLike, ...], hot: list[dict[str, list[int]]], root: str
+) -> tuple[Rows, Rows]:
+    """In a rank: what was trained with hot rows is saved and loaded without, and the other way, and goes on."""
+    rank, both = dist.get_rank(), group_of(max(program.world_size, loaders))
+    folders, before, after = [Path(root) / name for name in ("hot", "plain")], Rows(), Rows()
+    if rank < program.world_size:
+        saved = [Training(program, program.world_size) for _ in folders]
+        hold(saved[0], hot[0])
+        for training, folder in zip(saved, folders, strict=True):
+            for number in range(2):
+                training.step(number)
+            save(training.collection, folder, optimizer=training.optimizer)
+        before = rows_of(saved[1])
     dist.barrier(both)
-    if rank < trip.loaded_by:
-        loaded = RoutedEmbeddingCollection(make_tables(*trip.loaded_as), process_group=group_of(trip.loaded_by))
-        adam = torch.optim.Adam(loaded.parameters())
-        load(loaded, Path(root) / "saved", optimizer=adam)
-        after = snapshot(loaded, adam)
-        for table in loaded.configs:
-            keys, block = loaded.tables[table.name].held_keys(), table.rows_per_rank(trip.loaded_by)
-            owner = owners(keys, table.resolved_routing, world_size=trip.loaded_by, block_size=block)
+    if rank < loaders:
+        loaded = [Training(replace(program, routings=loaded_as), loaders) for _ in folders]
+        hold(loaded[1], hot[1])
+        for steps in (range(2, 5), range(2, 3)):  # the second time into what has trained already, its hot rows known
+            for training, folder in zip(loaded, folders, strict=True):
+                load(training.collection, folder, optimizer=training.optimizer)
+            after = rows_of(loaded[1])
+            for number in steps:
+                assert_alike(loaded[1].step(number), loaded[0].step(number))
+                assert_alike(loaded[1].rows(), loaded[0].rows())
+        for table in loaded[0].collection.configs:
+            keys, block = loaded[0].collection.tables[table.name].held_keys(), table.rows_per_rank(loaders)
+            owner = owners(keys, table.resolved_routing, world_size=loaders, block_size=block)
             assert bool((owner == rank).all())
-    return [before, after]
+    return before, after
 
 
 @settings(max_examples=8, deadline=None)
-@given(TRIPS)
-def test_what_ranks_save_any_ranks_load_under_any_routing(
-    ranks: GlooRanks, tmp_path_factory: pytest.TempPathFactory, trip: RoundTrip
+@given(
+    PROGRAMS.filter(lambda each: each.optimizer != "Adafactor"),
+    st.integers(1, 4),
+    st.tuples(ROUTINGS, ROUTINGS, ROUTINGS),
+    st.lists(HOT, min_size=2),
+)
+def test_what_ranks_save_any_ranks_load_under_any_routing_with_hot_rows_or_without(
+    ranks: GlooRanks,
+    tmp_path_factory: pytest.TempPathFactory,
+    program: Program,
+    loaders: int,
+    loaded_as: tuple[RoutingLike, ...],
+    hot: list[dict[str, list[int]]],
 ) -> None:
-    root = str(tmp_path_factory.mktemp("trip"))
-    found = ranks.call(save_and_load, [(trip, root)] * max(trip.saved_by, trip.loaded_by))
-    before: dict[Any, list[torch.Tensor]] = {}
-    after: dict[Any, list[torch.Tensor]] = {}
-    for saved, loaded in found:
+    root = str(tmp_path_factory.mktemp("checkpoints"))
+    before, after = Rows(), Rows()
+    arguments = [(program, loaders, loaded_as, hot, root)] * max(program.world_size, loaders)
+    for saved, loaded in ranks.call(save_and_go_on, arguments):
         assert before.keys().isdisjoint(saved)
         assert after.keys().isdisjoint(loaded)
         before |= saved
         after |= loaded
-    assert len(before) > 50
-    if trip.loaded_as[0] == "continuous":  # which has all rows from the beginning
-        after = {place: rows for place, rows in after.items() if place in before or place[0] != "users"}
-    assert_same_rows(after, before)
+    is_whole = {name for name, way in zip(("users", "items", "tags"), loaded_as, strict=True) if way == "continuous"}
+    assert {place for place in after if place in before or place[0] not in is_whole} == before.keys()
+    for place, arrays in before.items():
+        assert after[place].keys() == arrays.keys()
+        assert all(torch.equal(after[place][kind], array) for kind, array in arrays.items()), place
 
 
 def test_without_conversion_another_routing_is_refused_with_both_named(tmp_path: Path) -> None:
-    save(RoutedEmbeddingCollection(make_tables("continuous", "roundrobin")), tmp_path / "saved")
-    other = RoutedEmbeddingCollection(make_tables("continuous", hash_roundrobin(2)))
+    save(make(), tmp_path / "saved")
     with pytest.raises(
         RoutingMismatchError, match=r"under roundrobin over 1 rank and .* under hash_roundrobin\(seed=2\) over 1 rank"
     ):
-        load(other, tmp_path / "saved", convert=False)
-    load(RoutedEmbeddingCollection(make_tables("continuous", "roundrobin")), tmp_path / "saved", convert=False)
+        load(make(routing=hash_roundrobin(2)), tmp_path / "saved", convert=False)
+    load(make(), tmp_path / "saved", convert=False)
 
 
 def test_a_key_that_comes_twice_is_named_with_its_file(tmp_path: Path) -> None:
@@ -179,7 +155,7 @@ def test_what_is_wrong_for_one_rank_is_an_error_on_all(two: OnRanks, tmp_path: P
 
 
 def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
-    collection = RoutedEmbeddingCollection(make_tables("roundrobin", "roundrobin"))
+    collection = make()
     mixed, file, link = tmp_path / "mixed", tmp_path / "notes.txt", tmp_path / "latest"
     save(collection, mixed)
     save(collection, mixed, overwrite=True)
@@ -212,23 +188,17 @@ def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
 
 
 def test_misfits_are_named(tmp_path: Path) -> None:
-    collection = RoutedEmbeddingCollection(make_tables("roundrobin", "roundrobin"))
-    train(collection, torch.optim.SGD(collection.parameters()), 1)
+    collection = make("ab")
+    step(collection, [], torch.arange(-4, 9))
     save(collection, tmp_path / "saved")
-    wide = RoutedTable(name="users", embedding_dim=5, features=("user",), num_embeddings=70)
-    with pytest.raises(CheckpointError, match=r"table users has rows of shape \(4,\), not \(5,\)"):
-        load(RoutedEmbeddingCollection([wide]), tmp_path / "saved")
-    tables = make_tables("roundrobin", "roundrobin")
-    narrow = RoutedEmbeddingCollection([replace(table, capacity=3) for table in tables])
-    with pytest.raises(CheckpointError, match=r"a rank gets .* or more, and it has room for 3; raise its capacity"):
-        load(narrow, tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="no table x; it holds users, items"):
-        load(
-            RoutedEmbeddingCollection([RoutedTable(name="x", embedding_dim=4, features=(), num_embeddings=1)]),
-            tmp_path / "saved",
-        )
-    with pytest.raises(CheckpointError, match=r"saved: .*items: key -?[0-9]+ is outside of this rank's rows 0 to 499"):
-        load(RoutedEmbeddingCollection(make_tables("roundrobin", "continuous")), tmp_path / "saved")
+    for other, words in (
+        (make(embedding_dim=5), r"table a has rows of shape \(3,\), not \(5,\)"),
+        (make("ab", capacity=3), r"a rank gets .* or more, and it has room for 3; raise its capacity"),
+        (make("x"), "no table x; it holds a, b"),
+        (make(routing="continuous"), r"saved: .*a: key -?[0-9]+ is outside of this rank's rows 0 to 19"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            load(other, tmp_path / "saved")
 
 
 CPU = torch.device("cpu")

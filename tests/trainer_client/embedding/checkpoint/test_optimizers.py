@@ -7,32 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from tests.trainer_client.embedding.keys import batch_of
+from tests.trainer_client.embedding.keys import make, step, weight
 from trainer_client.embedding.checkpoint import CheckpointError, convert, load, open_checkpoint, save
 from trainer_client.embedding.checkpoint.dcp import RECORD
 from trainer_client.embedding.checkpoint.record import from_json, to_json
-from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
-
-
-def make(names: str = "a", **changes: Any) -> RoutedEmbeddingCollection:
-    plain = {"embedding_dim": 3, "num_embeddings": 20, "capacity": 24}
-    return RoutedEmbeddingCollection([RoutedTable(name=n, features=(n,), **(plain | changes)) for n in names])
-
-
-def step(collection: RoutedEmbeddingCollection, optimizers: list[torch.optim.Optimizer], keys: Tensor) -> None:
-    found = collection(batch_of(**{table.name: keys for table in collection.configs}))
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    torch.stack([(rows - 1).square().sum() for rows in found.values()]).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-def weight(collection: RoutedEmbeddingCollection, name: str = "a") -> nn.Parameter:
-    found: nn.Parameter = collection.tables[name].weight
-    return found
 
 
 class Lion(torch.optim.Optimizer):

@@ -126,21 +126,6 @@ def test_initial_values_are_spread_and_depend_on_seed_and_key() -> None:
     assert float((other == rows[:100]).float().mean()) < 0.01
 
 
-@pytest.mark.parametrize(
-    ("table", "batch", "message"),
-    [
-        (replace(TABLE, capacity=2), batch_of(f=[0, 1, 2]), "table t: 3 keys do not fit into the 2 rows"),
-        (replace(ROWS, num_embeddings=10), batch_of(f=range(11)), "table t: a key is outside of 0 to 9"),
-        (ROWS, replace(batch_of(f=[0]), weights=torch.ones(3)), "weights has 3 elements, but there are 1 keys"),
-        (ROWS, batch_of(x=[0]), "no feature 'f'"),
-        (TABLE, batch_of(f=torch.ones(1)), "keys have dtype torch.float32; use int32, int64 or uint64"),
-    ],
-)
-def test_batches_that_do_not_fit_are_refused(table: RoutedTable, batch: KeyBatch, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RoutedEmbeddingCollection([table])(batch)
-
-
 def test_declarations_that_contradict_themselves_are_refused() -> None:
     changes: list[tuple[dict[str, Any], str]] = [
         ({"embedding_dim": 0}, "embedding_dim is 0"), ({"pooling": "max"}, "'max'"), ({"capacity": 0}, "capacity is 0"),
@@ -203,7 +188,7 @@ def test_accumulated_and_repeated_passes_add_up() -> None:
     torch.testing.assert_close(often.tables["t"].weight.grad, once.tables["t"].weight.grad)
 
 
-def fail_on_one_rank(rank: int, deduplicate: bool) -> list[str]:
+def fail_on_one_rank(rank: int, deduplicate: bool, hot: bool) -> list[str]:
     """Mistakes of rank 1, or rows that only rank 0 or 1 lacks, with a good batch after each."""
     tables = [
         replace(ROWS, name="rows", features=("row",), num_embeddings=10),
@@ -211,33 +196,41 @@ def fail_on_one_rank(rank: int, deduplicate: bool) -> list[str]:
     ]
     collection = RoutedEmbeddingCollection(tables, deduplicate=deduplicate)
     good = batch_of(row=[1, 6], key=[2, 3], other=[1])
+    if hot:
+        collection.hold_hot_rows({"keys": torch.arange(4), "rows": torch.tensor([1])})
+        collection(good)
     bad = [
         batch_of(row=[1], key=[3], another=[1]),
         replace(good, weights=torch.ones(2)),
         replace(good, lengths=torch.tensor([9, 9, 9])),
+        replace(good, lengths=torch.tensor([-1, 3, 3])),
+        replace(good, values=good.values.view(1, 5)),
+        replace(good, values=good.values.float()),
         batch_of(row=[99], key=[3], other=[1]),
         batch_of(row=[1], key=range(100, 140, 2), other=[1]),  # of which all belong to rank 0
         batch_of(row=[1], key=range(101, 141, 2), other=[1]),
     ]
     messages = []
     for each in bad:
-        try:
+        with pytest.raises((ValueError, RuntimeError)) as refused:
             collection(each if rank == 1 else good)
-            messages.append("")
-        except (ValueError, RuntimeError) as error:
-            messages.append(str(error))
+        messages.append(str(refused.value))
         assert collection(good)["row"].shape == (2, 2)
     return messages
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-def test_what_one_rank_refuses_is_raised_on_all_ranks_in_the_same_step(two: OnRanks, deduplicate: bool) -> None:
-    first, second = two(fail_on_one_rank, deduplicate)
+@pytest.mark.parametrize("hot", [False, True])
+def test_what_one_rank_refuses_is_raised_on_all_ranks_in_the_same_step(
+    two: OnRanks, deduplicate: bool, hot: bool
+) -> None:
+    first, second = two(fail_on_one_rank, deduplicate, hot)
     assert first == second
-    expected = ("no feature 'other'", "weights has 2 elements", "", "rows: a key is outside", "keys: 2", "keys: 2")
-    for text, words, rank in zip(first, expected, (1, 1, 1, None, 0, 1), strict=True):
-        assert words in text
-        assert text.startswith("rank " if rank is None else f"rank {rank}: "), text
+    mistakes = ["the batch has no feature 'other'", "weights has 2 elements", "", "", "", "keys have dtype"]
+    expected = [*(f"rank 1: {each}" for each in mistakes), "rank ", "rank 0: table keys: 2", "rank 1: table keys: 2"]
+    for text, words in zip(first, expected, strict=True):
+        assert text.startswith(words)
+    assert "table rows: a key is outside of 0 to 9" in first[6]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
