@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
+from tests.asking import get
 from tests.services.balancer.jobs import RunningJob
 from tests.services.planner.serving import served
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
@@ -19,8 +19,7 @@ from trainer_client.observing.metrics import RankExporter
 
 
 def scrape(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return str(response.read().decode())
+    return str(get(url)[1])
 
 
 def check(text: str, *names: str) -> None:

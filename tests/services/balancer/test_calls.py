@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -138,43 +135,3 @@ def test_what_a_balancer_tells_of_itself(balancer: ServiceProcess, lead: Lead) -
         assert {SERVICE, "grpc.health.v1.Health"} <= set(database.get_services())
         file = database.FindFileContainingSymbol(SERVICE)
         assert file.SerializeToString() == pb.DESCRIPTOR.serialized_pb
-
-
-def test_garbage_of_many_connections_holds_up_nobody(balancer: ServiceProcess, lead: Lead) -> None:
-    """100 connections send bytes of no protocol, 100 bodies of no request; beside them a job goes on."""
-    stop, one = threading.Event(), make_round(64, 128)
-
-    def send_bytes() -> None:
-        while not stop.is_set():
-            try:
-                with socket.create_connection(("127.0.0.1", balancer.port), timeout=SECONDS) as raw:
-                    raw.sendall(b"\x00garbage" * 1000)
-                    stop.wait(0.2)
-            except OSError:
-                stop.wait(0.2)
-
-    def send_bodies() -> None:
-        with lead_of(balancer.address) as other:
-            while not stop.is_set():
-                try:
-                    other.send(b"garbage" * 1000)
-                except grpc.RpcError as error:
-                    assert error.code().name in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"), error  # noqa: PT017
-                stop.wait(0.2)
-
-    threads = [threading.Thread(target=target, daemon=True) for target in [send_bytes, send_bodies] * 100]
-    for thread in threads:
-        thread.start()
-    served, refusals, ends = 0, 0, time.monotonic() + 5.0
-    while time.monotonic() < ends or served < 20:
-        try:
-            lead.plan(one)
-            served += 1
-        except grpc.RpcError as error:  # of one address with the garbage: it shares its calls at once
-            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, error  # noqa: PT017
-            refusals += 1
-    stop.set()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert served > refusals
-    lead.plan(one)

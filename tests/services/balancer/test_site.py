@@ -9,7 +9,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trustme
@@ -23,23 +22,13 @@ from services.balancer.views import Views
 from services.operations.http import Request, Response
 from services.security.tokens import TokenStore, hash_token
 from services.security.transport import Transport
+from tests.asking import get
 from tests.services.balancer.jobs import SAMPLES, TROUBLE, RunningJob, watched
 from tests.services.balancer.test_history import summary_of
 from tests.waiting import until
 
 RANKS, LATE = 4, 2
-SECONDS = 60.0
 TOKEN = "token-of-team-a-0123456789abcdef0123456789abcdef"
-
-
-def get(url: str, token: str = "", context: ssl.SSLContext | None = None) -> tuple[int, Any]:
-    """Status and document."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
-    try:
-        with urllib.request.urlopen(request, timeout=SECONDS, context=context) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +60,7 @@ def test_a_running_job_is_shown_with_its_rounds_and_ranks(url: str) -> None:
     since = rounds["number"][-1] + 1
     later = until(lambda: get(f"{url}/v1/stream?job=a-train&since={since}")[1]["rounds"]["number"])
     assert later[0] == since
-    with urllib.request.urlopen(f"{url}/metrics", timeout=SECONDS) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = get(f"{url}/metrics")[1].splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values['evenkeel_balancer_rounds_total{job="a-train"}']) > 20
     assert float(values['evenkeel_balancer_slow_ranks{cause="loading",job="a-train"}']) == 1
@@ -90,8 +78,7 @@ def test_what_is_not_there_is_named(url: str) -> None:
         status, problem = get(f"{url}/v1/stream?{urllib.parse.quote(wrong, safe='&=')}")
         assert status in (400, 404)
         assert len(problem["detail"]) < 400
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{url}/page/../settings.py", timeout=SECONDS)
+    assert get(f"{url}/page/../settings.py")[0] == 404
 
 
 def write_tokens(path: Path, *jobs: str) -> None:
@@ -113,15 +100,13 @@ def test_tokens_and_tls_are_those_of_the_balancer(tmp_path: Path) -> None:
         trusting = ssl.create_default_context(cafile=str(server.ca))
         status, problem = get(f"https://{place}/v1/streams", context=trusting)
         assert (status, "no token" in problem["detail"]) == (401, True)
-        assert get(f"https://{place}/v1/streams", "wrong", trusting)[0] == 401
-        status, document = get(f"https://{place}/v1/streams", TOKEN, trusting)
+        assert get(f"https://{place}/v1/streams", "wrong", context=trusting)[0] == 401
+        status, document = get(f"https://{place}/v1/streams", TOKEN, context=trusting)
         assert (status, document["streams"]) == (200, [])
         assert get(f"http://{place}/v1/streams", TOKEN)[0] == 200  # forwarded to this machine
         for scheme, context in (("http", None), ("https", trusting)):  # scrapers and probes go on as they did
-            with urllib.request.urlopen(f"{scheme}://{place}/readyz", timeout=SECONDS, context=context) as answer:
-                assert answer.status == 200
-            with urllib.request.urlopen(f"{scheme}://{place}/", timeout=SECONDS, context=context) as answer:
-                assert b"Evenkeel balancer" in answer.read()
+            assert get(f"{scheme}://{place}/readyz", context=context)[0] == 200
+            assert "Evenkeel balancer" in get(f"{scheme}://{place}/", context=context)[1]
         write_tokens(known)  # withdrawn
         until(lambda: get(f"http://{place}/v1/streams", TOKEN)[0] == 401)
 

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from services.operations import probe
 from services.operations.http import OperationsServer
 from services.operations.launch import running_service
 from services.operations.process import EventLoopLag, add_process_metrics
+from tests import asking
 from tests.waiting import until
 
 SECONDS = 60.0
@@ -53,12 +52,7 @@ def server(state: State) -> Iterator[OperationsServer]:
 
 
 def get(port: int, path: str) -> tuple[int, str]:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(f"http://127.0.0.1:{port}{path}", timeout=SECONDS) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    return asking.get(f"http://127.0.0.1:{port}{path}")
 
 
 def test_scrapers_that_trickle_keep_nobody_out_and_take_few_threads(server: OperationsServer) -> None:

@@ -9,8 +9,6 @@ import socket
 import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from services.planner.settings import Settings
 from services.security.http_server import impatient_protocol
 from services.security.tokens import TokenStore
 from services.security.transport import Transport
+from tests.asking import get
 from tests.services.security.conftest import TOKENS, write_tokens
 from tests.waiting import until
 
@@ -42,7 +41,8 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
         more = message.get("more_body", False)
     identity = scope.get("state", {}).get("identity")
     body = json.dumps({"length": length, "name": identity and identity.name}).encode()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -52,14 +52,7 @@ class Served:
     context: ssl.SSLContext
 
     def get(self, path: str = "/", token: str | None = None, data: bytes | None = None) -> tuple[int, Any]:
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        request = urllib.request.Request(f"https://localhost:{self.port}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=30, context=self.context) as response:
-                return response.status, json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            kind = error.headers["content-type"]
-            return error.code, json.loads(error.read()) if kind == "application/problem+json" else kind
+        return get(f"https://localhost:{self.port}{path}", token, data=data, context=self.context)
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[ssl.SSLSocket]:

@@ -16,6 +16,8 @@ import trustme
 from benchmarks.harness.authorities import write_certificate
 from benchmarks.harness.balancer_process import fork, until_logged
 from services.operations.launch import running_service
+from services.security.tokens import hash_token
+from tests.asking import get
 from tests.services.security.conftest import TOKENS, write_tokens
 from tests.waiting import until
 
@@ -23,16 +25,8 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def ask(port: int, ca: Path, token: str | None) -> int:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    request = urllib.request.Request(f"https://localhost:{port}/v1/hardware-profiles", headers=headers)
-    try:
-        with urllib.request.urlopen(
-            request, timeout=30, context=ssl.create_default_context(cafile=str(ca))
-        ) as response:
-            assert json.loads(response.read())
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+    context = ssl.create_default_context(cafile=str(ca))
+    return get(f"https://localhost:{port}/v1/hardware-profiles", token, context=context)[0]
 
 
 def test_tls_tokens_and_renewal(tmp_path: Path) -> None:
@@ -40,9 +34,10 @@ def test_tls_tokens_and_renewal(tmp_path: Path) -> None:
     old_ca = tmp_path / "old.pem"
     old_ca.write_bytes(files.ca.read_bytes())
     write_tokens(tmp_path / "tokens.yml")
+    flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     with running_service(
-        "services.planner", "--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--token-file",
-        str(tmp_path / "tokens.yml"), log_file=tmp_path / "log", spawn=fork,
+        "services.planner", *flags, "--token-file", str(tmp_path / "tokens.yml"), "--log-level", "debug",
+        log_file=tmp_path / "log", spawn=fork,
     ) as planner:  # fmt: skip
         port = planner.port
         assert [ask(port, old_ca, token) for token in (TOKENS["planner"], None, TOKENS["late"])] == [200, 401, 401]
@@ -57,5 +52,7 @@ def test_tls_tokens_and_renewal(tmp_path: Path) -> None:
         assert until(lambda: ask(port, renewed.ca, TOKENS["planner"]), but=urllib.error.URLError) == 200
         assert planner.stop() == 0
     log = (tmp_path / "log").read_text()
-    assert "TLS files read again" in log
-    assert not [token for token in TOKENS.values() if token in log]
+    events = [json.loads(line)["event"] for line in log.splitlines()]
+    assert (events[0], events[-1]) == ("planner_ready", "planner_stopped")
+    assert {"TLS files read again", "request refused"} <= set(events)
+    assert not [secret for token in TOKENS.values() for secret in (token, hash_token(token)) if secret in log]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch, run_in_turn
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing.batches import BatchError
-from trainer_client.balancing.errors import ServiceRequiredError
+from trainer_client import BalancedLoader, Balancer
 
 
 def constrained(rank: int, address: str | None) -> tuple[list[float], list[str]]:
@@ -34,11 +30,6 @@ def test_memory_caps_hold(balancer: ServiceProcess) -> None:
         for memory, modes in results:
             assert memory[0] <= 14.0
             assert set(modes) == {mode, "end"}
-
-
-def test_a_first_batch_that_is_none_is_refused() -> None:
-    with pytest.raises(BatchError, match="the batch is None"):
-        list(BalancedLoader([None, torch.arange(3)], Balancer.embedded(), cost=lambda batch: batch))
 
 
 def on_two_hosts(rank: int, address: str | None) -> list[int]:
@@ -78,18 +69,6 @@ def test_a_job_needs_a_name() -> None:
     for job in ("", 3):
         with pytest.raises(ValueError, match=f"job is {job!r}; give a name"):
             Balancer.connect("balancer:50051", job=job)  # type: ignore[arg-type]
-
-
-def without_a_service(_: int) -> None:
-    options = BalanceOptions(require_service=True, group_timeout=timedelta(seconds=6))
-    with Balancer.connect("127.0.0.1:9", job="required", options=options) as balancer:
-        list(BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch))
-
-
-def test_a_service_that_is_required_and_not_there_is_an_error_on_all_ranks_in_time() -> None:
-    errors = run_ranks(2, without_a_service, check=False)
-    assert [type(error) for error in errors] == [ServiceRequiredError] * 2, errors
-    assert "127.0.0.1:9 does not serve" in str(errors[1])
 
 
 def submitted_to_a_device_that_is_not_there(_: int) -> int:

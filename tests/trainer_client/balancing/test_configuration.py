@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.trainer_client.balancing.jobs import run_in_turn
-from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.configuration import load_configuration
 from trainer_client.balancing.costs import HSTUCost, SemanticIdCost, TokenCost
 from trainer_client.balancing.options import BalanceOptions
@@ -202,31 +199,3 @@ def test_a_wrong_option_is_named_with_its_value_and_the_remedy(field: str, value
 
 def test_a_rank_may_have_no_cap() -> None:
     BalanceOptions(memory_caps=[0.0, float("inf")]).check_world(2)
-
-
-def _ranks_that_say_other_things(rank: int) -> list[list[int]]:
-    epochs = []
-    for options in (
-        BalanceOptions(window=rank + 1, depth=3 - rank),
-        BalanceOptions(window=3 - rank, depth=1 + rank, strategy="minimal_move" if rank else "lpt"),
-    ):
-        with Balancer.embedded(options=options) as balancer:
-            data = [torch.arange(4) + 100 * rank + 10 * step for step in range(5 - rank)]
-            loader = BalancedLoader(data, balancer, cost=lambda batch: batch + 1)
-            epochs.append([sample for batch in loader for sample in batch.tolist()])
-    return epochs
-
-
-def _wrong_for_so_many_ranks(_: int) -> None:
-    wrong = pytest.raises(ValueError, match="speeds has 2 entries for 3 ranks; give one for each rank")
-    with Balancer.embedded(options=BalanceOptions(speeds=[1.0, 2.0])) as balancer, wrong:
-        list(BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch))
-
-
-def test_ranks_whose_options_differ_take_those_of_rank_0_which_may_be_wrong_for_so_many() -> None:
-    epochs, _ = run_in_turn(3, (_ranks_that_say_other_things,), (_wrong_for_so_many_ranks,))
-    for epoch in zip(*epochs, strict=True):
-        expected = [
-            sample + 100 * rank + 10 * step for rank in range(3) for step in range(5 - rank) for sample in range(4)
-        ]
-        assert sorted(sample for rank in epoch for sample in rank) == sorted(expected)

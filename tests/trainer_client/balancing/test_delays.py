@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from evenkeel.partitioning.delays import Cause
+from tests.asking import get
 from tests.trainer_client.balancing.jobs import logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.report import RoundReport
@@ -118,8 +117,7 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
             if shown.item():
                 break  # all ranks in the same step
             if rank == 0 and step % 5 == 4:
-                with urllib.request.urlopen(f"{url}/v1/stream?job={slow_in}") as answer:
-                    document = json.load(answer)
+                document = get(f"{url}/v1/stream?job={slow_in}")[1]
     return {
         "learned": loader.report.learned, "stragglers": loader.report.stragglers, "delays": loader.report.delays,
         "shown": rank_of(document) if document else None, "lines": lines,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from benchmarks.harness.balancer_process import ServiceProcess
 from tests.trainer_client.balancing.batches.helpers import OnDevice
 from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch, run_in_turn
-from trainer_client import BalancedLoader
+from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing import source as incoming
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
 from trainer_client.balancing.costs import TokenCost
-from trainer_client.balancing.source import Source
 
 
 def some_batch() -> dict[str, Any]:
@@ -49,38 +47,26 @@ def test_numbers_of_a_batch_arrive_as_they_are_read_on_the_host() -> None:
     assert is_on_device({"x": JaggedTensor(torch.arange(3), lengths=torch.ones(3).long().as_subclass(OnDevice))}, None)
 
 
-def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cost_that_needs_the_host_is_told_so_and_others_are_given_what_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(incoming, "is_on_device", lambda *_: True)
-    fetched: list[int] = []
-
-    def source() -> Iterator[dict[str, torch.Tensor]]:
-        for step in range(4):
-            fetched.append(step)
-            yield make_batch(0, step, 3)
 
     def on_the_host(batch: Any) -> Any:
         if isinstance(batch, dict):
             raise BatchError("'count' is on cuda:0")
         return batch.lengths_of("count")
 
-    came = Source(source(), None, cost=cost_of, memory=on_the_host, users=None, spec=SPEC)
-    for step in range(4):
-        flat = next(came)
-        assert fetched == list(range(min(step + 2, 4)))
-        batch = make_batch(0, step, 3)
-        assert came.cost(flat).tolist() == cost_of(batch).tolist()
-        assert came.memory is not None
-        assert came.memory(flat).tolist() == batch["count"].tolist()
-    assert next(came, None) is None
-
     def on_the_host_only(batch: Any) -> Any:
-        if isinstance(batch, dict):
-            raise BatchError("'count' is on cuda:0")
-        return batch["count"]
+        return on_the_host(batch) if isinstance(batch, dict) else batch["count"]
 
-    came = Source(source(), None, cost=on_the_host_only, memory=None, users=None, spec=SPEC)
-    with pytest.raises(BatchError, match="'count' is on cuda:0; compute it with torch on the device"):
-        came.cost(next(came))
+    batches = [make_batch(0, step, 3) for step in range(4)]
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader(batches, balancer, cost=cost_of, memory=on_the_host, spec=SPEC)
+        assert [batch["id"].tolist() for batch in loader] == [batch["id"].tolist() for batch in batches]
+        loader = BalancedLoader(batches, balancer, cost=on_the_host_only, spec=SPEC)
+        with pytest.raises(BatchError, match="'count' is on cuda:0; compute it with torch on the device"):
+            list(loader)
 
 
 def train(rank: int, address: str | None, arriving: bool, default: str | None) -> Any:

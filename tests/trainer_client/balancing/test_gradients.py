@@ -1,4 +1,4 @@
-"""Averaged gradients of balanced batches are those of one process that holds the global batch, faults or not."""
+"""Averaged gradients of balanced batches are those of one process with the global batch, faults, FSDP2 or not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import grpc
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.relay import Ask, Refused, Relay
@@ -28,6 +31,17 @@ def weights() -> torch.Tensor:
     return torch.linspace(-1, 1, WIDTH, dtype=torch.float64, requires_grad=True)
 
 
+class Model(nn.Module):
+    """The losses of samples, as a module whose weights are shards under FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = nn.Parameter(weights().detach())
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return losses(self.at, batch)
+
+
 def features(ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.sin(ids.double() * (k + 1)) for k in range(WIDTH)], dim=1)
 
@@ -38,21 +52,28 @@ def losses(at: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.softplus(scores) ** 2
 
 
-def gradients(rank: int, job: Job) -> list[dict[str, Any]]:
-    """The averaged gradient of each step, from sums and from means over the rank's samples."""
+def gradients(rank: int, job: Job, sharded: bool = False) -> list[dict[str, Any]]:
+    """The averaged gradient of each step, from sums and from means over the rank's samples; or by FSDP2, from sums."""
     steps = []
-    point = weights()
+    model = Model()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with job.balancer() as balancer:
         loader = BalancedLoader(JobData(job, rank), balancer, cost=cost_of, spec=SPEC)
         for batch in loader:
-            values = losses(point, batch)
+            model.zero_grad()
+            values = model(batch)
             summed = values.sum() * loader.loss_scale
-            mean = values.mean() * loader.mean_loss_scale if len(values) else values.sum()
-            both = torch.stack([torch.autograd.grad(loss, point, retain_graph=True)[0] for loss in (summed, mean)])
-            dist.all_reduce(both)
+            if sharded:
+                summed.backward()
+                averaged = model.at.grad.full_tensor()  # type: ignore[union-attr]
+            else:
+                mean = values.mean() * loader.mean_loss_scale if len(values) else values.sum()
+                found = [torch.autograd.grad(loss, model.at, retain_graph=True)[0] for loss in (summed, mean)]
+                dist.all_reduce(both := torch.stack(found))
+                averaged = both / dist.get_world_size()
             report = loader.report
-            averaged = (both / dist.get_world_size()).numpy()
-            steps.append({"gradients": averaged, "mode": report.mode, "reason": report.reason})
+            steps.append({"gradients": averaged.numpy(), "mode": report.mode, "reason": report.reason})
             if job.address is not None:
                 time.sleep(0.003)
     return steps
@@ -135,7 +156,8 @@ def test_the_averaged_gradient_is_that_of_the_global_batch_whoever_plans(job: Jo
         relay.hook = harm
         jobs = [replace(job, address=address) for address in (None, "off", balancer.address)]
         jobs.append(replace(job, address=relay.address, name="harmed"))
-        by_job = run_in_turn(3, *((gradients, each) for each in jobs))
+        under_fsdp = [(gradients, replace(job, address=address), True) for address in (None, "off")]
+        by_job = run_in_turn(3, *under_fsdp, *((gradients, each) for each in jobs))
     for results in by_job:
         check(results, wanted)
     harmed = by_job[-1]

@@ -1,9 +1,7 @@
 """The loader on real ranks, against a real balancer and without one."""
 
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from statistics import mean
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_in_turn, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.resume import ResumeError
@@ -45,14 +42,6 @@ def test_whoever_plans_all_ranks_train_each_sample_once(balancer: ServiceProcess
     assert all(any(record["ids"] for record in records) for records in served), "a share of the others' samples"
 
 
-def test_a_service_that_is_never_there_costs_no_wait() -> None:
-    options = BalanceOptions(timeout=timedelta(seconds=0.5))
-    (results,) = run(Job(steps=(8, 8), address="127.0.0.1:9", name="nobody", options=options))
-    assert {record["mode"] for record in results[0]} == {"embedded"}
-    assert {record["reason"] for record in results[0]} <= {"no_answer", "not_asked"}
-    assert results[0][-1]["reason"] == "not_asked"
-
-
 def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCaptureFixture) -> None:
     batches = [{"id": torch.arange(count)} for count in (3, 9, 2)]
     with Balancer.embedded(options=BalanceOptions(memory_caps=[4.0])) as balancer:
@@ -68,19 +57,6 @@ def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCapture
 def test_one_rank_alone_needs_no_process_group() -> None:
     job = Job(steps=(3,))
     check_complete(job, [run_job(0, job)])
-
-
-def _rounds_without_samples(rank: int) -> list[tuple[int, ...]]:
-    batches = [{"id": torch.arange(size), "row": torch.ones(size, width)} for size, width in ((2, 1), (0, 2), (1, 3))]
-    with Balancer.embedded() as balancer:
-        loader = BalancedLoader(batches[: 3 - rank], balancer, cost=lambda batch: batch["id"])
-        return [tuple(batch["row"].shape) for batch in loader]
-
-
-def test_where_no_rank_has_samples_batches_are_as_loaded() -> None:
-    one, other = run_ranks(2, _rounds_without_samples)
-    assert one[1] == other[1] == (0, 2)
-    assert [shape[1] for shape in one] == [shape[1] for shape in other] == [1, 2, 3]
 
 
 class _Loader:
@@ -157,66 +133,3 @@ def test_what_is_no_epoch_and_no_state_is_refused() -> None:
         loader.set_epoch("a")  # type: ignore[arg-type]
     with pytest.raises(ResumeError, match="state is None; give this rank's state"):
         loader.load_state_dict(None)  # type: ignore[arg-type]
-
-
-def _closed_within(rank: int) -> tuple[int, str, int]:
-    del rank
-    balancer = Balancer.embedded()
-    loader = BalancedLoader([torch.arange(4)] * 5, balancer, cost=lambda batch: batch)
-    taken, said = 0, ""
-    try:
-        for _ in loader:
-            taken += 1
-            if taken == 2:
-                balancer.close()
-    except RuntimeError as error:
-        said = str(error)
-    return taken, said, len(list(loader))
-
-
-def test_a_balancer_that_is_closed_within_a_loop_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    for taken, said, again in run_ranks(2, _closed_within):
-        assert taken == 2
-        assert said.startswith("the balancer was closed while a loop over 'train' went on")
-        assert again == 5
-    assert _closed_within(0)[0] == 2
-    assert "cannot be read" not in caplog.text
-
-
-def _evaluates_alone(rank: int) -> str:
-    with Balancer.embedded(
-        options=BalanceOptions(timeout=timedelta(seconds=1), group_timeout=timedelta(seconds=2))
-    ) as one:
-        train, test = (
-            BalancedLoader([torch.arange(4)] * 5, one, cost=lambda batch: batch, name=name)
-            for name in ("train", "test")
-        )
-        try:
-            for step, _ in enumerate(train):
-                if step == 1 and rank == 0:
-                    list(test)
-        except RuntimeError as error:
-            return "".join(traceback.format_exception(error))
-    return ""
-
-
-def test_a_loop_that_one_rank_alone_begins_is_named() -> None:
-    for said in run_ranks(2, _evaluates_alone):
-        assert "did not begin this loop within BalanceOptions.group_timeout" in said
-
-
-def _loops_of_its_own(rank: int) -> str:
-    with Balancer.embedded() as balancer:
-        loader = BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch)
-        for _ in range(1 + rank):
-            try:
-                list(loader)
-            except RuntimeError as error:
-                return "".join(traceback.format_exception(error))
-    return ""  # and this rank's process ends
-
-
-def test_a_loop_that_another_rank_does_not_run_ends_with_an_error_that_says_so() -> None:
-    first, second = run_ranks(2, _loops_of_its_own)
-    assert first == ""
-    assert "did not begin this loop within BalanceOptions.group_timeout" in second

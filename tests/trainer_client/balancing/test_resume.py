@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -128,66 +129,44 @@ def test_it_is_the_same_with_a_service(balancer: ServiceProcess) -> None:
     run_ranks(2, stop_everywhere, job, "loader")
 
 
-def test_set_epoch_and_a_loaded_state() -> None:
-    """One rank, with the project's sampler: a state of each step, each way in which a loop may go on from it."""
-    states = []
+@pytest.mark.parametrize("way", LOADERS)
+def test_a_state_holds_for_its_epoch_once(way: str) -> None:
+    """One rank: a state of each step, and each way in which a loop may go on from it."""
+    states: list[tuple[int, int, Any]] = []
 
-    def make() -> BalancedLoader[Any]:
-        sampler = GlobalBatchSampler(20, global_batch_size=6, seed=3)
-        source = DataLoader(range(20), batch_sampler=sampler)  # type: ignore[arg-type]
-        return BalancedLoader(source, Balancer.embedded(), cost=lambda batch: torch.ones(len(batch)))
-
-    def train(loader: BalancedLoader[Any], epoch: int) -> list[list[int]]:
-        loader.set_epoch(epoch)
-        steps = []
-        for batch in loader:
-            steps.append(batch.tolist())
-            states.append((epoch, len(steps), loader.state_dict()))
-        return steps
-
-    loader = make()
-    epochs = [train(loader, epoch) for epoch in range(3)]
-    assert sorted(sample for step in epochs[1] for sample in step) == list(range(20))
-    assert epochs[1] != epochs[0]
-    assert len(states) == 12
-    for epoch, step, state in list(states):
-        for named in (True, False):  # the loop may name the state's epoch, or not
-            again = make()
-            again.load_state_dict(state)
-            rest = train(again, epoch) if named else [batch.tolist() for batch in again]
-            assert rest == epochs[epoch][step:], (epoch, step, named)
-            assert train(again, (epoch + 1) % 3) == epochs[(epoch + 1) % 3]
-        other = make()
-        other.load_state_dict(state)
-        assert train(other, (epoch + 2) % 3) == epochs[(epoch + 2) % 3]
-    finished = loader.state_dict()  # behind the end of epoch 2, as a pipeline's last steps have it
-    assert finished["finished"]
-    for named, expected in ((2, []), (1, epochs[1])):
-        again = make()
-        again.load_state_dict(finished)
-        assert train(again, named) == expected
-        assert train(again, 0) == epochs[0]
-
-
-@pytest.mark.parametrize("way", ["skip", "loader"])
-def test_an_epoch_that_is_over_is_not_trained_again_under_its_name(way: str) -> None:
-    def make(state: dict[str, Any] | None = None) -> BalancedLoader[Any]:
+    def make(state: Any = None) -> BalancedLoader[Any]:
         loader = BalancedLoader(LOADERS[way](Job(steps=(4,)), 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
         if state is not None:
             loader.load_state_dict(state)
         return loader
 
-    loader = make()
-    loader.set_epoch(3)
-    states = [(loader.state_dict(), 3 - number) for number, _ in enumerate(loader)]
-    states.append((loader.state_dict(), 0))
-    assert states[-1][0]["finished"]
-    for state, left in states:
-        for epoch, expected in ((3, left), (4, 4)):
+    def train(loader: BalancedLoader[Any], epoch: int | None) -> list[list[int]]:
+        if epoch is not None:
+            loader.set_epoch(epoch)
+        steps = []
+        for batch in loader:
+            steps.append(batch["id"].tolist())
+            if loader is first:
+                states.append((epoch or 0, len(steps), loader.state_dict()))
+        return steps
+
+    first = make()
+    epochs = [train(first, epoch) for epoch in range(3)]
+    assert (epochs[0] == epochs[1]) == (way != "sampler")
+    assert len({tuple(sorted(chain(*steps))) for steps in epochs}) == 1
+    for epoch, step, state in list(states):
+        for named in (epoch, None):  # the loop may name the state's epoch, or not
             again = make(state)
-            again.set_epoch(epoch)
-            assert [len(list(again)) for _ in range(2)] == [expected, 4]
-    assert len(list(make(states[-1][0]))) == 4
+            assert train(again, named) == epochs[epoch][step:]
+            assert train(again, (epoch + 1) % 3) == epochs[(epoch + 1) % 3]
+        other = (epoch + 2) % 3
+        assert train(make(state), other) == epochs[other]
+    over = first.state_dict()  # behind the end of epoch 2, as a pipeline's last steps have it
+    assert over["finished"]
+    for epoch, expected in ((2, []), (1, epochs[1])):
+        again = make(over)
+        assert train(again, epoch) == expected, "an epoch that is over is not trained again under its name"
+        assert train(again, 0) == epochs[0]
 
 
 def refused(rank: int, job: Job, fault: str) -> str:
@@ -296,34 +275,35 @@ def test_within_a_window_the_window_stays_as_it_was() -> None:
     assert len(list(loader)) == 3
 
 
-def test_another_way_to_find_the_place_is_refused() -> None:
-    state = state_after(2)
-    job = Job(steps=(6,))
-    loader: BalancedLoader[Any] = BalancedLoader(Stateful(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
-    loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match=r"is 'skip', and this loader's position is found by 'loader'"):
-        list(loader)
+class Shuffled(DataLoader[Any]):
+    """Draws its order from torch's own generator."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        del job, rank
+        super().__init__(Numbers(), batch_size=4, shuffle=True, collate_fn=gather)
 
 
-def test_a_shorter_loader_is_refused_and_a_random_order_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    state = state_after(5)
-    job = Job(steps=(3,))
-    loader: BalancedLoader[Any] = BalancedLoader(JobData(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
-    loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match="the loader ended after 3 batches, and the state was taken after 5"):
-        list(loader)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(64)), batch_size=4, shuffle=True)
+OTHER_DATA = [
+    (JobData, 6, Stateful, 6, r"is 'skip', and this loader's position is found by 'loader'"),
+    (JobData, 6, JobData, 3, "the loader ended after 3 batches, and the state was taken after 5"),
+    (Shuffled, 0, Shuffled, 0, "batches come in another order"),
+]
 
-    def make() -> BalancedLoader[Any]:
-        return BalancedLoader(data, Balancer.embedded(), cost=lambda batch: batch[0])
 
-    first = make()
-    next(iter(first))
-    again = make()
+@pytest.mark.parametrize(("kind", "steps", "other", "others", "words"), OTHER_DATA)
+def test_data_that_have_changed_are_refused(
+    kind: Any, steps: int, other: Any, others: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, again = (
+        BalancedLoader(data(Job(steps=(count,)), 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+        for data, count in ((kind, steps), (other, others))
+    )
+    for _ in zip(range(5), first, strict=False):
+        pass
     again.load_state_dict(first.state_dict())
-    with pytest.raises(ResumeError, match="batches come in another order"):
+    with pytest.raises(ResumeError, match=words):
         list(again)
-    assert "draws its order from torch's own generator" in caplog.text
+    assert ("draws its order from torch's own generator" in caplog.text) == (kind is Shuffled)
 
 
 def test_a_pipeline_asks_for_the_state_of_batches_ago() -> None:

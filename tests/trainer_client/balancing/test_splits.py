@@ -225,28 +225,3 @@ def test_a_loop_that_does_not_look_at_splits_is_warned_once_and_a_ticket_tells_w
         assert [line.split(":")[0] for line in said] == ["ignores", "ignores by hand"]
         assert all(found == expected for found, expected in scales)
         assert [load == 0 for load in loads] == [False, True] * 4  # no times of split samples
-
-
-def _without(rank: int, what: str) -> str:
-    batch = Splits("without", None).batch(rank, 0)
-    spec = SPEC if what == "cost" else BatchSpec(rows_per_sample=dict(SPEC.rows_per_sample))
-    if what == "lengths":
-        spec = replace(SPEC, sequence={"items", "tags"})
-        if rank:  # whose tags happen to be as many
-            batch |= {"num_tags": batch["count"], "tags": batch["items"]}
-    cost: Any = (lambda one: one["count"]) if what == "cost" else HSTU
-    with Balancer.embedded(options=options()) as balancer:
-        try:
-            taken = sum(1 for _ in BalancedLoader([batch], balancer, cost=cost, spec=spec))
-        except ValueError as error:
-            return str(error)
-    return f"{taken} steps"
-
-
-def test_what_splitting_needs_is_asked_for_and_fields_of_the_sequence_have_as_many_items() -> None:
-    cost, sequence, (wrong, right) = run_in_turn(2, *((_without, what) for what in ("cost", "sequence", "lengths")))
-    assert all("does not say what positions cost" in error for error in cost)
-    assert all("no field is declared as the sequence" in error for error in sequence)
-    tags, count = (Splits("", None).batch(0, 0)[name].tolist() for name in ("num_tags", "count"))
-    assert f"sample 0 has {count[0]} items in 'items' and {tags[0]} in 'tags', both of which sequence declares" in wrong
-    assert right == "0 steps"  # the loops of all ranks end there

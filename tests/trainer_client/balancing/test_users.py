@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import balancer_of, check_served, run_in_turn
 from trainer_client import BalancedLoader
 from trainer_client.balancing.reading import read_users
@@ -65,23 +64,6 @@ def test_samples_of_a_user_come_to_one_rank(balancer: ServiceProcess, window: in
     for (_, _, imbalance), (_, _, before) in zip(embedded[0], without[0], strict=True):
         assert imbalance <= before
     assert users_on_ranks(embedded) < 0.6 * users_on_ranks(without)
-
-
-def _fail(rank: int) -> str:
-    users: Any = (lambda batch: batch["user"] * 0.5) if rank else (lambda batch: batch["user"])
-    with balancer_of(None, "failing") as balancer:
-        try:
-            list(BalancedLoader(batches(rank), balancer, cost=cost_of, users=users))
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-    return ""
-
-
-def test_users_that_cannot_be_used_are_an_error_on_all_ranks() -> None:
-    """Of users that only some ranks name tells `test_messages`."""
-    first, second = run_ranks(2, _fail)
-    assert "users returned float64 values; return whole numbers" in second
-    assert first == ""  # its loop has ended with the other's
 
 
 def test_one_rank_and_functions_that_are_none() -> None:

@@ -23,6 +23,7 @@ from tests.trainer_client.random_batches import DTYPES, as_bytes, random_tensor
 from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten, read_lengths
 from trainer_client.balancing.batches.flatten import Coming
 from trainer_client.balancing.batches.kinds import PICKLES
+from trainer_client.balancing.batches.schema import describe, digest
 
 
 class Pair(NamedTuple):
@@ -72,6 +73,32 @@ def test_shared_values_are_those_of_each_batch() -> None:
     assert first.schema.lines == ("meta: shared", "rate: shared", "x: int64[], 1 rows per sample")
     assert first.structure is other.structure
     assert dict(first.describe_shared())["rate"] != dict(other.describe_shared())["rate"]
+
+
+EQUAL_VALUES = [
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}), (1, 1.0), ((1, 2), [1, 2]), (float("nan"), float("nan")),
+    (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous()), (object(), object()),
+]  # fmt: skip
+OTHER_VALUES = [
+    (0.5, 0.7), (None, 0), ("a", "b"), ([1, 2], [2, 1]), ("x" * 100 + "a", "x" * 100 + "b"), (True, 1),
+    (2**60, 2**60 + 1), (torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(3)), (np.ones(2), np.zeros(2)),
+    ({"a": 1}, {"a": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL_VALUES)
+def test_equal_values_are_described_alike(one: Any, other: Any) -> None:
+    assert digest(describe([("v", one)])) == digest(describe([("v", other)])) != 0
+
+
+@pytest.mark.parametrize(("one", "other"), OTHER_VALUES)
+def test_other_values_are_told_apart(one: Any, other: Any) -> None:
+    assert digest(describe([("v", one)])) != digest(describe([("v", other)]))
+    spec = BatchSpec(shared=["v"])
+    assert (
+        flatten({"x": torch.ones(2), "v": one}, spec).describe_shared()
+        != flatten({"x": torch.ones(2), "v": other}, spec).describe_shared()
+    )
 
 
 def test_schemas_that_differ_say_how_and_the_order_of_keys_is_no_difference() -> None:

@@ -17,7 +17,6 @@ from tests.trainer_client.balancing.redistribution.pool import GlooRanks, compil
 from tests.trainer_client.balancing.redistribution.structures import run_program
 from tests.trainer_client.random_batches import Case, assert_same, cases
 from trainer_client import BalancedLoader, Balancer
-from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.redistribution import start
 
@@ -138,23 +137,6 @@ def test_a_rank_that_never_had_a_batch_computes_what_follows_from_its_samples(ra
     assert sorted(sample for rank in found for _, own in rank for sample in own) == [1, 2, 3, 4]
     assert found[1][0][1], "samples have moved"
     assert all(total == sum(own) for rank in found for total, own in rank)
-
-
-def _train_undeclared(rank: int) -> str:
-    batch = {"id": torch.arange(3), "tokens": torch.zeros(3, (9, 2)[rank], dtype=torch.int64)}
-    with (
-        Balancer.embedded(process_group=group_of(KINDS_WORLD)) as balancer,
-        pytest.raises(
-            SchemaMismatchError, match=r"rank 0 has tokens: int64\[9\].*rank 1 has tokens: int64\[2\]"
-        ) as told,
-    ):
-        list(BalancedLoader([batch], balancer, cost=lambda batch: batch["id"] + 1))
-    return str(told.value)
-
-
-def test_undeclared_padding_is_refused_with_its_remedy(ranks: GlooRanks) -> None:
-    for error in ranks.call(_train_undeclared, [(rank,) for rank in range(KINDS_WORLD)]):
-        assert "if 'tokens' is padded to the longest sample of its batch, declare it in BatchSpec.padded" in error
 
 
 def _reused(kind: str) -> Iterator[dict[str, Any]]:
