@@ -141,17 +141,6 @@ def test_curl_gets_a_plan_with_a_token_only(secured: Secured) -> None:
     assert secured.curl("http://localhost:8080/readyz")[0] in (52, 56, 1)  # no answer in plaintext
 
 
-def test_the_balancer_refuses_strangers(secured: Secured) -> None:
-    for ca, token, status in (
-        (secured.files.ca, None, grpc.StatusCode.UNAUTHENTICATED),
-        (secured.files.ca, "stranger-0123456789abcdef0123456789abcdef", grpc.StatusCode.UNAUTHENTICATED),
-        (None, None, grpc.StatusCode.UNAVAILABLE),
-    ):
-        with channel("127.0.0.1:50051", ca, token=token) as opened, pytest.raises(grpc.RpcError) as caught:
-            pb_grpc.BalancerServiceStub(opened).GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
-        assert caught.value.code() == status
-
-
 def test_renewal_needs_no_restart(secured: Secured) -> None:
     """Certificate, key and tokens are replaced by renaming, which a mounted file would not notice."""
 

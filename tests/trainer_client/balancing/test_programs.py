@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.harness.balancer_process import ServiceProcess
-from tests.trainer_client.balancing.jobs import SPEC, balancer_of, cost_of, failing, make_batch
+from tests.trainer_client.balancing.jobs import balancer_of, cost_of, failing, make_batch
 from tests.trainer_client.balancing.redistribution.pool import GlooRanks, group_of
-from trainer_client import BalancedLoader, Balancer
+from trainer_client import BalancedLoader, Balancer, BatchSpec
 from trainer_client.balancing.batches import BatchError
 
+SPEC = BatchSpec(
+    rows_per_sample={"values": "count"},
+    derived={"total": lambda batch: int(batch["id"].sum())},  # which cannot be pickled
+)
 MOST = 6  # batches of a loop
 BREAK, RAISE, SOURCE, COST, UNREADABLE, KEEP = range(6)
 """Ways to leave a loop: an exception in its body, source, cost or batch; an iterator that stays alive."""
@@ -88,6 +92,7 @@ class Program:
             width = (3 + 2 * step if size else 0) if self.widens else 3
             batch["rows"] = batch["id"][:, None].expand(size, width).contiguous()
             batch["name"] = [f"u{one}" for one in batch["id"].tolist()]
+            batch["total"] = int(batch["id"].sum())
             if not size and self.widens and data % 2:
                 batch["name"] = torch.zeros(0)  # of another kind than those of batches with samples
             found.append(batch)
@@ -251,6 +256,7 @@ def take(program: Program, steps: list[Step], batch: dict[str, Any], report: Any
     as_loaded = {
         "values": batch["values"].tolist() == batch["id"].repeat_interleave(batch["count"]).tolist(),
         "rows": batch["rows"].tolist() == [[one] * width for one in ids],
+        "total": batch["total"] == sum(ids),
         "name": list(batch["name"]) == [f"u{one}" for one in ids],
         "order": ids == sorted(ids) or not program.widens,  # by home, and place at home
         "load": report.own_load == load or report.reason.value == "invalid_costs" or program.address == "off",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, JobData, cost_of, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.resume import ResumeError
-from trainer_client.balancing.sampling import GlobalBatchSampler
+from trainer_client.balancing.sampling import GlobalBatchSampler, TokenBudgetSampler
 
 
 @dataclass(slots=True)
@@ -320,17 +320,33 @@ def test_a_pipeline_asks_for_the_state_of_batches_ago() -> None:
         loader.state_dict(ahead=65)
 
 
+class Way(NamedTuple):
+    """How a job goes on."""
+
+    window: int = 4
+    budget: bool = False  # whether global batches have a budget, not a size
+    workers: int = 0  # which read ahead
+
+    def data(self) -> DataLoader[Any]:
+        sampler: Any = GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
+        if self.budget:
+            sampler = TokenBudgetSampler(Numbers(), budget=400, costs=COUNTS, min_samples=4, max_samples=12, seed=5)
+        ahead = {"persistent_workers": True, "prefetch_factor": 3, "multiprocessing_context": "fork"}
+        return DataLoader(
+            Numbers(), batch_sampler=sampler, collate_fn=gather, num_workers=self.workers,
+            **(ahead if self.workers else {}),
+        )  # fmt: skip
+
+
+COUNTS = gather(list(range(101)))["count"].numpy()
+
+
 def go_on(
-    rank: int, window: int, stop: int, states: list[dict[str, Any]] | None, workers: int = 0
+    rank: int, way: Way, stop: int, states: list[dict[str, Any]] | None
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Trains up to `stop` batches of an epoch, from a state if there is one; what was trained, and the state then."""
-    with Balancer.embedded(options=options(window=window)) as balancer:
-        sampler = GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
-        data = DataLoader(
-            Numbers(), batch_sampler=sampler, collate_fn=gather, num_workers=workers,
-            multiprocessing_context="fork" if workers else None,  # a rank of the tests has a slower default
-        )  # fmt: skip
-        loader = BalancedLoader(data, balancer, cost=cost_of, spec=SPEC)
+    with Balancer.embedded(options=options(window=way.window)) as balancer:
+        loader = BalancedLoader(way.data(), balancer, cost=cost_of, spec=SPEC)
         if states is not None:
             loader.load_state_dict(states if len(states) > 1 else states[0])
         loader.set_epoch(3)
@@ -344,12 +360,12 @@ def go_on(
 
 def test_another_number_of_ranks_trains_each_sample_once() -> None:
     """Also between two windows, and with workers, whose DataLoader reads ahead."""
-    ways = [(window, workers) for window in (1, 4) for workers in (0, 2)]
+    ways = [Way(1), Way(1, budget=True, workers=2), Way(4, budget=True), Way(4, workers=2)]
     states: dict[Any, list[dict[str, Any]] | None] = dict.fromkeys(ways)
     trained: dict[Any, list[int]] = {way: [] for way in ways}
     for world_size, batches in ((3, (2, 4)), (1, (3, 4)), (4, (100, 100))):
         stops = dict(zip((1, 4), batches, strict=True))
-        jobs = [(go_on, window, stops[window], states[window, workers], workers) for window, workers in ways]
+        jobs = [(go_on, way, stops[way.window], states[way]) for way in ways]
         for way, results in zip(ways, run_in_turn(world_size, *jobs), strict=True):
             trained[way] += [sample for steps, _ in results for step in steps for sample in step]
             states[way] = [results[-1][1]]  # between two windows that of any rank will do
@@ -383,9 +399,7 @@ def test_states_that_were_dealt_out_are_dealt_out_again_where_nothing_was_read_s
 def repeat(_: int, state: dict[str, Any]) -> list[list[int]]:
     """What is trained when the window of a state is repeated, which must be asked for."""
     with Balancer.embedded(options=options(window=4)) as balancer:
-        sampler = GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
-        data = DataLoader(Numbers(), batch_sampler=sampler, collate_fn=gather)
-        loader = BalancedLoader(data, balancer, cost=cost_of, spec=SPEC)
+        loader = BalancedLoader(Way().data(), balancer, cost=cost_of, spec=SPEC)
         with pytest.raises(ResumeError, match=r"this job has \d; the state was taken within a .*repeat_window=True"):
             loader.load_state_dict(state)
         loader.load_state_dict(state, repeat_window=True)
@@ -394,7 +408,7 @@ def repeat(_: int, state: dict[str, Any]) -> list[list[int]]:
 
 
 def test_within_a_window_another_number_of_ranks_is_refused_or_trains_it_again() -> None:
-    results = run_ranks(2, go_on, 4, 6, None)
+    results = run_ranks(2, go_on, Way(), 6, None)
     whole = sorted(sample for rank_steps, _ in results for step in rank_steps[:4] for sample in step)
     assert len(whole) == 44
     for world_size in (1, 3):

@@ -43,19 +43,11 @@ def source(rank: int) -> Iterator[dict[str, torch.Tensor]]:
         yield {"cost": torch.from_numpy(costs), "id": torch.arange(SIZE) + 1000 * step + 1_000_000 * rank}
 
 
-class Source:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return source(self._rank)
-
-
 def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     said = logged("trainer_client.balancing.learned_speeds")
     with balancer_of(job.address, job.name, options=job.options) as balancer:
-        loader: BalancedLoader[Any] = BalancedLoader(Source(rank), balancer, cost=lambda batch: batch["cost"])
+        loader: BalancedLoader[Any] = BalancedLoader(source(rank), balancer, cost=lambda batch: batch["cost"])
         batches = iter(loader)
         for batch in itertools.islice(batches, job.steps):
             report = loader.report

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,9 @@ class FallenError(RuntimeError):
     """Raised in a training step."""
 
 
-def in_lightning(_: int, folder: str, length: int | None, when: str) -> list[tuple[str, bool, bool]]:
-    """Each checkpoint of a run: whether training goes on from it with the same samples, and with the same counts."""
+def module(seen: list[Any], evaluated: list[int], falls: Callable[[], bool] = lambda: False) -> Any:
+    """A model that notes epoch, number and samples of each batch that it trains, and the samples that it evaluates."""
     from lightning import pytorch
-    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    seen: list[tuple[int, int, list[int]]] = []
-    falls_at = 0
 
     class Module(pytorch.LightningModule):
         def __init__(self) -> None:
@@ -98,16 +93,42 @@ def in_lightning(_: int, folder: str, length: int | None, when: str) -> list[tup
             self.dense = nn.Linear(1, 1)
 
         def training_step(self, balanced: Any, number: int) -> torch.Tensor:
-            if len(seen) + 1 == falls_at:
+            if falls():
                 raise FallenError
             seen.append((self.trainer.current_epoch, number, balanced.batch.tolist()))
             return self.dense(balanced.batch.float()[:, None]).sum() * balanced.loss_scale
 
         def validation_step(self, batch: Any, _: int) -> None:
-            assert len(batch)
+            evaluated.extend(batch.tolist())
+
+        test_step = predict_step = validation_step
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 1e-3)
+
+    return Module()
+
+
+def make_trainer(callbacks: list[Any] | None = None, **options: Any) -> Any:
+    from lightning import pytorch
+
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    return pytorch.Trainer(
+        callbacks=callbacks, enable_checkpointing=bool(callbacks), accelerator="cpu", logger=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def in_lightning(_: int, folder: str, length: int | None, when: str) -> list[tuple[str, bool, bool]]:
+    """Each checkpoint of a run: whether training goes on from it with the same samples, and with the same counts."""
+    from lightning import pytorch
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    seen: list[tuple[int, int, list[int]]] = []
+    evaluated: list[int] = []
+    falls_at = 0
 
     class Data(pytorch.LightningDataModule):
         def train_dataloader(self) -> LightningLoader[torch.Tensor]:
@@ -119,10 +140,9 @@ def in_lightning(_: int, folder: str, length: int | None, when: str) -> list[tup
             return BalancedLoader(data, Balancer.embedded(), cost=lambda batch: torch.ones(len(batch)), name="eval")
 
     def fit(callbacks: list[Any], checkpoint: str | None = None) -> None:
-        pytorch.Trainer(
-            max_epochs=EPOCHS, callbacks=callbacks, accelerator="cpu", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, enable_checkpointing=bool(callbacks),
-        ).fit(Module(), datamodule=Data(), ckpt_path=checkpoint, weights_only=False)  # fmt: skip
+        model = module(seen, evaluated, lambda: len(seen) + 1 == falls_at)
+        trainer = make_trainer(callbacks, max_epochs=EPOCHS)
+        trainer.fit(model, datamodule=Data(), ckpt_path=checkpoint, weights_only=False)
 
     fit([])
     whole = list(seen)
@@ -168,20 +188,9 @@ def test_lightning_goes_on_from_each_of_its_checkpoints(tmp_path: Path, length: 
 
 
 def with_length(_: int, length: int) -> str:
-    from lightning import pytorch
-
-    class Module(pytorch.LightningModule):
-        def training_step(self, balanced: Any, _: int) -> torch.Tensor:
-            return torch.ones(1, requires_grad=True).sum() * balanced.loss_scale
-
-        def configure_optimizers(self) -> None:
-            return None
-
-    trainer = pytorch.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+    trainer = make_trainer(max_epochs=1)
     try:
-        trainer.fit(Module(), LightningLoader(make_loader(), trainer, length=length))
+        trainer.fit(module([], []), LightningLoader(make_loader(), trainer, length=length))
     except ValueError as error:
         return str(error)
     return ""
@@ -212,8 +221,6 @@ def launched(rank: int, world_size: int) -> None:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
         )  # fmt: skip
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
 
 
 def accelerator(rank: int, world_size: int, **options: Any) -> Any:
@@ -257,33 +264,19 @@ def test_a_loader_that_accelerate_has_prepared_can_be_wrapped(world_size: int, s
     assert sorted(one for rank in trained for one in rank) == list(range(OTHER_SAMPLES))
 
 
-def _seen(trainer: Any, name: str, module: Any, seen: list[int]) -> list[int]:
-    seen.clear()
-    getattr(trainer, name)(module, balanced(plain(), name=name))
-    return list(seen)
-
-
-def evaluated(rank: int, world_size: int) -> dict[str, list[int]]:
+def evaluate(rank: int, world_size: int) -> dict[str, list[int]]:
     """Of a last batch that only some ranks have a sample of."""
-    from lightning import pytorch
-
     launched(rank, world_size)
-    seen: list[int] = []
-
-    class Module(pytorch.LightningModule):
-        def validation_step(self, batch: Any, _: int) -> None:
-            seen.extend(batch.tolist())
-
-        test_step = predict_step = validation_step
-
-    trainer = pytorch.Trainer(
-        accelerator="cpu", strategy="ddp", devices=world_size, logger=False, enable_progress_bar=False
-    )
-    return {name: _seen(trainer, name, Module(), seen) for name in ("validate", "test", "predict")}
+    trainer, found = make_trainer(strategy="ddp", devices=world_size), {}
+    for name in ("validate", "test", "predict"):
+        seen: list[int] = []
+        getattr(trainer, name)(module([], seen), balanced(plain(), name=name))
+        found[name] = seen
+    return found
 
 
 def test_lightning_evaluates_each_sample_where_ranks_have_different_numbers_of_batches() -> None:
-    seen = run_ranks(2, evaluated, 2)
+    seen = run_ranks(2, evaluate, 2)
     for name in seen[0]:
         assert sorted(one for rank in seen for one in rank[name]) == list(range(OTHER_SAMPLES)), name
 

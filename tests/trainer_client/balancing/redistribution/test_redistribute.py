@@ -121,24 +121,6 @@ def test_one_rank_alone_gets_what_its_samples_make(seed: int) -> None:
     assert run_program(seed, 1, None) == ""
 
 
-KINDS_WORLD = 2
-
-
-def _train_without_data(rank: int) -> list[tuple[int, list[int]]]:
-    spec = BatchSpec(derived={"total": lambda batch: int(batch["x"].sum())})  # cannot be pickled
-    batches = [] if rank else [{"x": torch.tensor([1, 2, 3, 4]), "total": 10}]
-    with Balancer.embedded(process_group=group_of(KINDS_WORLD)) as balancer:
-        loader = BalancedLoader(batches, balancer, cost=lambda batch: batch["x"], spec=spec)
-        return [(batch["total"], batch["x"].tolist()) for batch in loader]
-
-
-def test_a_rank_that_never_had_a_batch_computes_what_follows_from_its_samples(ranks: GlooRanks) -> None:
-    found = ranks.call(_train_without_data, [(rank,) for rank in range(KINDS_WORLD)])
-    assert sorted(sample for rank in found for _, own in rank for sample in own) == [1, 2, 3, 4]
-    assert found[1][0][1], "samples have moved"
-    assert all(total == sum(own) for rank in found for total, own in rank)
-
-
 def _reused(kind: str) -> Iterator[dict[str, Any]]:
     """One buffer for all batches, written through torch or through NumPy."""
     array = np.zeros(4, dtype=np.int64)
