@@ -54,11 +54,6 @@ def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCapture
     assert "memory adds up to 9, memory_caps to 4" in record.message
 
 
-def test_one_rank_alone_needs_no_process_group() -> None:
-    job = Job(steps=(3,))
-    check_complete(job, [run_job(0, job)])
-
-
 class _Loader:
     """A loader with parts that cannot be told the epoch itself."""
 
@@ -113,6 +108,7 @@ def test_each_part_that_asks_for_the_epoch_learns_it_once() -> None:
         ({"cost": 5}, "cost is 5; give a function"),
         ({"cost": None}, "cost is None; give a function"),
         ({"memory": 5}, "memory is 5; give a function"),
+        ({"users": "user"}, "users is 'user'; give a function"),
         ({"name": ""}, "name is ''; name the loader by a text"),
         ({"name": 3}, "name is 3; name the loader by a text"),
         ({"loader": None}, "loader is None; give an iterable of batches"),

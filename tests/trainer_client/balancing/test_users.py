@@ -66,14 +66,6 @@ def test_samples_of_a_user_come_to_one_rank(balancer: ServiceProcess, window: in
     assert users_on_ranks(embedded) < 0.6 * users_on_ranks(without)
 
 
-def test_one_rank_and_functions_that_are_none() -> None:
-    with balancer_of(None) as balancer:
-        loader = BalancedLoader(batches(0), balancer, cost=cost_of, users=lambda batch: batch["user"])
-        assert [batch["id"].tolist() for batch in loader] == [batch["id"].tolist() for batch in batches(0)]
-        with pytest.raises(ValueError, match="users is 'user'; give a function"):
-            BalancedLoader(batches(0), balancer, cost=cost_of, users="user")  # type: ignore[arg-type]
-
-
 def test_numbers_of_users_keep_them_apart() -> None:
     small = np.arange(100_000)
     assert (read_users(small, small.size) == small).all()

@@ -21,7 +21,7 @@ from tests.trainer_client.balancing.jobs import connect, logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.batches import BatchError, flatten
 from trainer_client.balancing.costs import FitOptions, HSTUCost, LearnedCost, SequenceTerms, TokenCost, make_cost
-from trainer_client.balancing.costs.fitting import Fit, fit_in_force, fit_ranks, fit_times
+from trainer_client.balancing.costs.fitting import Fit, fit_in_force, fit_times
 from trainer_client.observing.measurement import StepTimer
 
 TERMS = SequenceTerms(history=("num_history", "num_history"), candidates="num_candidates", context=2)
@@ -233,19 +233,6 @@ def test_outliers_do_not_count(every: int, factor: float) -> None:
     good = 200 - 200 // every
     assert good - 10 <= fit.observations <= good
     assert fit.explained > 0.95
-
-
-@pytest.mark.parametrize("speeds", [(1.0, 0.5), (1.0, 1.0, 0.6, 1.0), (0.5, 1.0, 1.0, 0.7, 1.0, 1.0, 1.0, 1.0)])
-def test_ranks_that_compute_slowly_do_not_count_for_the_cost(speeds: tuple[float, ...]) -> None:
-    rng, clock, tables = np.random.default_rng(3), np.array([1e-3, 3e-6]), []
-    for speed in speeds:
-        tokens = rng.integers(10_000, 30_000, 100).astype(np.float64)
-        terms = np.column_stack([tokens, tokens * rng.uniform(200, 2000, 100)])
-        tables.append(np.column_stack([terms, (terms @ clock + 5) / speed * rng.lognormal(0, 0.01, 100)]))
-    fit = fit_ranks(tables)
-    assert fit is not None
-    assert np.allclose(fit.coefficients / fit.coefficients[0], clock / clock[0], rtol=0.05)
-    assert fit.explained > 0.98
 
 
 def test_a_fit_that_has_made_times_alike_stays_until_they_scatter() -> None:
