@@ -102,19 +102,17 @@ class Directive:
 def pack_directives(
     broadcast: Broadcast,
     *,
-    home_loads: NDArray[np.float64] = NO_LOADS,
-    loads: NDArray[np.float64] = NO_LOADS,
     plan: RoundPlan | None = None,
     slices: Slices | None = None,
+    loads: NDArray[np.float64] = NO_LOADS,
 ) -> Bytes:
-    """(ranks, width) the directives of all ranks; without a plan every sample stays.
-
-    Loads are (batches, ranks), as loaded and as trained.
-    """
+    """(ranks, width) the directives of all ranks; without a plan every sample stays, with (batches, ranks) loads."""
+    home_loads = loads
     if plan is not None and slices is not None:
+        home_loads, loads = plan.loads_before, plan.loads_after
         broadcast = replace(
             broadcast, planned=True, rebatched=plan.steps is not None, partition_seconds=plan.seconds,
-            num_fields=slices.source_totals.shape[1],
+            figures=plan.batches, num_fields=slices.source_totals.shape[1],
         )  # fmt: skip
     rows = _Rows(broadcast.world_size, pack_changed(broadcast))
     rows.add(np.stack([home_loads.T, loads.T], axis=2).astype("<f8", copy=False))

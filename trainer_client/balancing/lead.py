@@ -19,7 +19,6 @@ from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.api import evenness
 from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples, partition_batches
-from evenkeel.partitioning.slices import Slices
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Contributions, schema_number
 from trainer_client.balancing.decide import NAMES, Decision, Rules, decide, spread
@@ -49,9 +48,7 @@ class Round:
     asked: float = 0.0  # when that began, `time.perf_counter` seconds
     reason: Reason = Reason.NO_SERVICE  # why the lead plans
     plan: RoundPlan | None = None
-    slices: Slices | None = None
-    home_loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) as loaded
-    loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) as trained
+    loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) without a plan
     step_seconds: float = 0.0  # median of a step's computation, for people to see
     broadcast: Broadcast = field(default_factory=Broadcast)
 
@@ -68,7 +65,7 @@ class Stage:
         """All have contributed; in the order of the stages."""
 
     def finish(self, round_: Round) -> None:
-        """The round is planned, its slices are cut: in the reverse order, so stages before `Planning` come after it."""
+        """The round is planned: in the reverse order, so stages before `Planning` come after it."""
 
     def want(self, number: int) -> None:
         """The lead's own loop waits for a round."""
@@ -166,17 +163,17 @@ class Lead:
 
     def directives(self, round_: Round) -> Bytes:
         """(ranks, width) what all ranks are sent of a round."""
-        broadcast = round_.broadcast
+        broadcast, slices = round_.broadcast, None
         try:
             if round_.samples is not None:
                 if round_.template is not None and round_.template is not self._templates.sent:
                     broadcast.template = round_.template
                 for stage in reversed(self._stages):
                     stage.finish(round_)
+                if round_.plan is not None:
+                    slices = slice_round(round_.plan, round_.samples, compiled=not round_.plain)
             broadcast.decision = round_.decision
-            table = pack_directives(
-                broadcast, home_loads=round_.home_loads, loads=round_.loads, plan=round_.plan, slices=round_.slices
-            )
+            table = pack_directives(broadcast, plan=round_.plan, slices=slices, loads=round_.loads)
             self._templates.sent = broadcast.template or self._templates.sent
         except Exception as error:
             return pack_directives(Broadcast(decision=self._failed(round_.number, error), world_size=self.world_size))
@@ -190,14 +187,14 @@ class Lead:
 
 
 class Planning(Stage):
-    """Plans what no service has planned; cuts every plan for the ranks."""
+    """Plans what no service has planned."""
 
     def __init__(self, name: str, kernels: Kernels | None, *, min_samples: int) -> None:
         self._name, self._kernels, self._min_samples = name, kernels, min_samples
         self._unplanned = 0
 
     def finish(self, round_: Round) -> None:
-        """Gives a round its plan, slices and figures, or the reason why it has no plan."""
+        """Gives a round its plan, or its figures and the reason why it has none."""
         samples = round_.samples
         assert samples is not None
         if round_.plan is None and round_.decision.mode in (Mode.EMBEDDED, Mode.SPREAD):
@@ -206,16 +203,13 @@ class Planning(Stage):
         if reason in (Reason.INVALID_COSTS, Reason.PARTITION_FAILED):
             self._say_unplanned(round_.number, round_.decision)
         if round_.plan is not None:
-            round_.slices = slice_round(round_.plan, samples, compiled=not round_.plain)
-            round_.broadcast.figures = round_.plan.batches
-            round_.home_loads, round_.loads = round_.plan.loads_before, round_.plan.loads_after
             return
         loads = samples.home_loads
         unknown = np.full_like(loads, np.nan) if reason is Reason.INVALID_COSTS else loads
         round_.broadcast.figures = _figures(unknown, samples, round_.options)
         if reason is Reason.INVALID_COSTS:
             loads[:, list(round_.decision.ranks)] = np.nan
-        round_.home_loads = round_.loads = loads
+        round_.loads = loads
 
     def _plan(self, round_: Round, samples: RoundSamples) -> None:
         options, decision = round_.options, round_.decision

@@ -117,8 +117,8 @@ def test_directives_are_read_as_written(
         plan = replace(plan, steps=draw.integers(0, gathered.num_batches, len(gathered.costs)).astype(np.int32))
     slices = slice_round(plan, gathered)
     decision = Decision(mode=Mode.EMBEDDED, reason=Reason.NO_SERVICE, last=last)
-    alike = Broadcast(decision=decision, world_size=len(samples), figures=plan.batches, wait_seconds=0.5)
-    table = pack_directives(alike, home_loads=plan.loads_before, loads=plan.loads_after, plan=plan, slices=slices)
+    alike = Broadcast(decision=decision, world_size=len(samples), wait_seconds=0.5)
+    table = pack_directives(alike, plan=plan, slices=slices)
     for rank, own in enumerate(samples):
         read = read_directive(table[rank], number=5, rank=rank, samples=own)
         assert read.decision == decision
@@ -138,7 +138,7 @@ def test_directives_are_read_as_written(
         assert read.plan.figures == plan.batches
     home = Decision(mode=Mode.IDENTITY, batches=(0,))
     stays = Broadcast(decision=home, world_size=len(samples), figures=plan.batches)
-    table = pack_directives(stays, home_loads=plan.loads_before, loads=plan.loads_before)
+    table = pack_directives(stays, loads=plan.loads_before)
     template = flatten({"n": torch.ones(1).long(), "v": torch.ones(1)}, BatchSpec(rows_per_sample={"v": "n"})).empty()
     for rank, own in enumerate(samples):
         read = read_directive(table[rank], number=0, rank=rank, samples=own, template=template)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.partitioning.refinements import slice_round
 from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client import BalanceOptions
@@ -95,11 +94,11 @@ class LeavingOut(Stage):
         assert round_.plan is not None
         destinations, steps, out = self.whole.homes, 1 - self.kept.astype(np.int32), np.zeros((1, RANKS))
         destinations[self.kept] = round_.plan.destinations
-        loads = np.vstack([round_.plan.loads_after, out])
-        round_.plan = replace(round_.plan, destinations=destinations, steps=steps, batches=round_.plan.batches * 2)
+        loads = {name: np.vstack([getattr(round_.plan, name), out]) for name in ("loads_before", "loads_after")}
+        figures = round_.plan.batches * 2
+        round_.plan = replace(round_.plan, destinations=destinations, steps=steps, batches=figures, **loads)
         round_.samples = replace(self.whole, batch_sizes=np.hstack([self.whole.batch_sizes, out.T.astype(int)]))
-        round_.slices, round_.home_loads, round_.loads = slice_round(round_.plan, round_.samples), loads, loads
-        round_.broadcast.figures, round_.decision = round_.plan.batches, replace(round_.decision, batches=(0,))
+        round_.decision = replace(round_.decision, batches=(0,))
 
 
 def test_a_stage_leaves_samples_out() -> None:
