@@ -15,9 +15,9 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (13423, 9500),
     "services": (4262, 4500),
     "services/balancer": (1789, 2000),
-    "trainer_client": (21286, 15000),
-    "trainer_client/balancing": (10970, 8000),
-    "tests": (27354, 20000),
+    "trainer_client": (21278, 15000),
+    "trainer_client/balancing": (10962, 8000),
+    "tests": (27353, 20000),
     "benchmarks": (8116, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
