@@ -30,22 +30,24 @@ from trainer_client.planning import (
 )
 
 SAMPLES = 16
+LENGTHS = {"clicked": 2, "bought": 1, "word": 5}
 
 
 class Model(nn.Module):
     """A pooled table of two features, a table of sequences, and a dense part of 4,352 bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 900, word: str = "word") -> None:
         super().__init__()
-        bag = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=900, feature_names=["clicked", "bought"])
-        row = EmbeddingConfig(name="word", embedding_dim=32, num_embeddings=500, feature_names=["word"])
+        bag = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=rows, feature_names=["clicked", "bought"])
+        row = EmbeddingConfig(name="word", embedding_dim=32, num_embeddings=500, feature_names=[word])
+        self.word = word
         self.bags = EmbeddingBagCollection(tables=[bag], device=torch.device("meta"))
         self.words = EmbeddingCollection(tables=[row], device=torch.device("meta"))
         apply_optimizer_in_backward(RowWiseAdagrad, self.words.parameters(), {"lr": 0.1})
         self.dense = nn.Linear(32, 33)
 
     def forward(self, keys: KeyedJaggedTensor) -> torch.Tensor:
-        words = self.words(keys)["word"].values()
+        words = self.words(keys)[self.word].values()
         return self.bags(keys).values().sum() + self.dense(words).sum()
 
 
@@ -54,15 +56,15 @@ class _Batch:
     parts: dict[str, Any]
 
 
-def keys_of(seed: int) -> KeyedJaggedTensor:
+def keys_of(seed: int, samples: int = SAMPLES, features: tuple[str, ...] = tuple(LENGTHS)) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor([2] * SAMPLES + [1] * SAMPLES + [5] * SAMPLES)
-    values = (400 * torch.rand(8 * SAMPLES, generator=generator) ** 3).long()
-    return KeyedJaggedTensor(keys=["clicked", "bought", "word"], values=values, lengths=lengths)
+    lengths = torch.tensor([LENGTHS[feature] for feature in features]).repeat_interleave(samples)
+    values = (400 * torch.rand(int(lengths.sum()), generator=generator) ** 3).long()
+    return KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths)
 
 
-def batches(count: int = 40, seed: int = 0) -> Iterator[_Batch]:
-    return (_Batch({"label": torch.zeros(1), "deep": [(keys_of(seed + index), 3)]}) for index in range(count))
+def batches(count: int = 40, seed: int = 0, samples: int = SAMPLES) -> Iterator[_Batch]:
+    return (_Batch({"label": torch.zeros(1), "deep": [(keys_of(seed + index, samples), 3)]}) for index in range(count))
 
 
 def _run(rank: int, folder: Path) -> None:
@@ -209,33 +211,6 @@ def test_a_job_on_more_ranks_than_plan_for_it_has_whole_steps_observed() -> None
         plan_model(Model(), batches(count=1_000), topology="h200x32/8", max_batches=40)
 
 
-ROWS = 400
-
-
-class _Model(nn.Module):
-    def __init__(self, rows: int = ROWS, word: str = "word") -> None:
-        super().__init__()
-        configs = [
-            EmbeddingBagConfig(name="item", num_embeddings=rows, embedding_dim=8, feature_names=["clicked", "bought"]),
-            EmbeddingBagConfig(name="word", num_embeddings=ROWS, embedding_dim=8, feature_names=[word]),
-        ]
-        self.bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters(), {"lr": 1.0})
-
-    def forward(self, keys: KeyedJaggedTensor) -> torch.Tensor:
-        loss: torch.Tensor = (self.bags(keys).values().sum(dim=1) - 1).square().mean()
-        return loss
-
-
-def _keys(seed: int, samples: int = 16, features: tuple[str, ...] = ("clicked", "bought", "word")) -> KeyedJaggedTensor:
-    values = torch.randint(0, ROWS, (2 * samples * len(features),), generator=torch.Generator().manual_seed(seed))
-    return KeyedJaggedTensor(keys=list(features), values=values, lengths=torch.full((samples * len(features),), 2))
-
-
-def _batches(samples: int = 16, count: int = 40) -> Iterator[KeyedJaggedTensor]:
-    return (_keys(seed, samples) for seed in range(count))
-
-
 def _same(planned: PlannedModel) -> PlannedModel:
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (planned.request, planned.plan, planned.notes))
@@ -244,32 +219,32 @@ def _same(planned: PlannedModel) -> PlannedModel:
 
 
 def _bring(rank: int) -> None:
-    alone = _same(plan_model(_Model(), _batches() if rank == 1 else None))
+    alone = _same(plan_model(Model(), batches() if rank == 1 else None))
     assert "batches are those of rank 1 of 2: the others gave none" in alone.notes
-    assert [table.ids_per_sample for table in alone.request.tables] == [4.0, 2.0]
+    assert [table.ids_per_sample for table in alone.request.tables] == [3.0, 5.0]
     assert all(isinstance(table.access, MissCurve) for table in alone.request.tables)
     assert alone.request.step.samples_per_rank == 16
-    statistics = KeyStatistics(_Model())
-    for keys in _batches(count=80):
-        statistics.observe(keys)
-    both = _same(plan_model(_Model(), statistics if rank == 1 else _batches(count=80)))
-    assert [table.ids_per_sample for table in both.request.tables] == [4.0, 2.0]
+    statistics = KeyStatistics(Model())
+    for seed in range(80):
+        statistics.observe(keys_of(seed))
+    both = _same(plan_model(Model(), statistics if rank == 1 else batches(80)))
+    assert [table.ids_per_sample for table in both.request.tables] == [3.0, 5.0]
     assert not [note for note in both.notes if "batches" in note]
 
     for sizes in ((16, 160), (160, 16)):
-        mixed = _same(plan_model(_Model(), _batches(sizes[rank], count=80)))
+        mixed = _same(plan_model(Model(), batches(80, samples=sizes[rank])))
         assert mixed.request.step.samples_per_rank == 160
         assert "largest batches have 16 to 160 samples: all ranks are planned with the most" in mixed.notes
-    said = _same(plan_model(_Model(), _batches(sizes[rank], count=80), samples_per_rank=32))
+    said = _same(plan_model(Model(), batches(80, samples=sizes[rank]), samples_per_rank=32))
     assert said.request.step.samples_per_rank == 32
     assert not [note for note in said.notes if "batches" in note]
 
-    with pytest.raises(InvalidInputError, match="item: of rank 1 of the group is not that of rank 0, which has 400 by"):
-        plan_model(_Model(rows=ROWS + rank), _batches())
+    with pytest.raises(InvalidInputError, match="item: of rank 1 of the group is not that of rank 0, which has 900 by"):
+        plan_model(Model(rows=900 + rank), batches())
     with pytest.raises(InvalidInputError, match="max_batches: is no number of batches"):
-        plan_model(_Model(), _batches(), max_batches=-1 if rank == 1 else None)
+        plan_model(Model(), batches(), max_batches=-1 if rank == 1 else None)
     with pytest.raises(InvalidInputError, match="samples_per_rank: is no number"):
-        plan_model(_Model(), samples_per_rank="many" if rank == 0 else 16)  # type: ignore[arg-type]
+        plan_model(Model(), samples_per_rank="many" if rank == 0 else 16)  # type: ignore[arg-type]
 
 
 def test_ranks_that_bring_different_things_plan_alike_or_fail_alike() -> None:
@@ -277,8 +252,13 @@ def test_ranks_that_bring_different_things_plan_alike_or_fail_alike() -> None:
 
 
 def _train(rank: int) -> None:
-    model = _Model()
-    planned = plan_model(model, _batches(count=80), sharding=(Sharding.DATA_PARALLEL,))
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=400, embedding_dim=8, feature_names=[feature])
+        for name, feature in (("item", "clicked"), ("word", "word"))
+    ]
+    model = nn.Sequential(EmbeddingBagCollection(tables=tables, device=torch.device("meta")))
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    planned = plan_model(model, batches(80), sharding=(Sharding.DATA_PARALLEL,))
     (note,) = (note for note in planned.notes if "data-parallel" in note)
     assert "item, word" in note
     assert "in_backward_optimizer_filter(parallel.named_parameters())" in note
@@ -288,7 +268,7 @@ def _train(rank: int) -> None:
     assert len(before) == 2
     for step in range(3):
         dense.zero_grad()
-        parallel(_keys(100 * rank + step)).backward()
+        (parallel(keys_of(100 * rank + step)).values().sum(dim=1) - 1).square().mean().backward()
         dense.step()
     for name, value in parallel.named_parameters():
         assert not torch.equal(value, before[name])
@@ -305,14 +285,14 @@ MACHINES = Topology(ranks=1, hbm_bytes=8 << 30)
 
 
 def test_features_that_no_batch_has_are_told_and_their_tables_not_planned_as_free() -> None:
-    planned = plan_model(_Model(word="words"), _batches(), topology=MACHINES)
-    assert [table.ids_per_sample for table in planned.request.tables] == [4.0, 1.0]
+    planned = plan_model(Model(word="words"), batches(), topology=MACHINES)
+    assert [table.ids_per_sample for table in planned.request.tables] == [3.0, 1.0]
     assert planned.request.tables[1].access == Zipf()
     assert "nothing tells how keys of word are looked up: Zipf with exponent 1.05 is assumed" in planned.notes
     assert "no batch has feature words of table word; batches have features that no table takes: word" in planned.notes
-    half = plan_model(_Model(), [_keys(seed, features=("clicked", "word")) for seed in range(40)], topology=MACHINES)
+    half = plan_model(Model(), [keys_of(seed, features=("clicked", "word")) for seed in range(40)], topology=MACHINES)
     assert [note for note in half.notes if "batch" in note] == ["no batch has feature bought of table item"]
-    told = plan_model(_Model(word="words"), _batches(), topology=MACHINES, access={"word": Zipf()})
+    told = plan_model(Model(word="words"), batches(), topology=MACHINES, access={"word": Zipf()})
     assert not [note for note in told.notes if "batch" in note]
 
 
@@ -320,8 +300,9 @@ def test_a_table_of_which_batches_have_no_key_is_told() -> None:
     none = torch.zeros(48, dtype=torch.int64)
     none[:32] = 2
     keys = [
-        KeyedJaggedTensor(["clicked", "bought", "word"], _keys(seed).values()[:64], lengths=none) for seed in range(40)
+        KeyedJaggedTensor(["clicked", "bought", "word"], keys_of(seed).values()[:64], lengths=none)
+        for seed in range(40)
     ]
-    planned = plan_model(_Model(), keys, topology=MACHINES)
+    planned = plan_model(Model(), keys, topology=MACHINES)
     assert planned.request.tables[1].ids_per_sample == 0
     assert "batches have no key of word: planned as if nothing were ever looked up there" in planned.notes
