@@ -61,6 +61,8 @@ PAIRS = [
     (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or),
     (ast.LShift, ast.RShift), ("min", "max"), ("any", "all"), ("floor", "ceil"),
 ]  # fmt: skip
+# calls that tell something, make a buffer that may as well be larger, or matter where a machine loses its power
+UNSEEN = ("logger", "log.", "cast", "TypeVar", "np.empty", "os.fsync")
 SEARCHED = {"effort", "patience"}  # arguments that say how long a search goes on: as well a little longer
 SWAPPED: dict[Any, Any] = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
@@ -73,7 +75,7 @@ def mutants(tree: ast.Module) -> list[tuple[Any, dict[str, Any]]]:
 
 def _without_behaviour(node: Any) -> list[Any]:
     """Parts that change nothing, what is told, or how long is searched: annotations, decorators, messages, efforts."""
-    told = isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("logger", "log.", "cast", "TypeVar"))
+    told = isinstance(node, ast.Call) and ast.unparse(node.func).startswith(UNSEEN)
     if told or isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
         return [node]
     if isinstance(node, ast.keyword) and node.arg in SEARCHED:
