@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from evenkeel.placement import (
     Topology,
     Zipf,
     plan,
+    search,
 )
 from evenkeel.placement.layouts import ROW_WISE
 from evenkeel.placement.limits import Watch
@@ -379,11 +381,13 @@ def test_of_tables_that_fuse_no_choice_is_cheaper_at_any_prices(seed: int, price
         return
     able = np.isfinite(problem.seconds)
     scale = [problem.seconds[able].mean() / max(use[able].mean(), 1e-9) for use in (problem.hbm, problem.host)]
-    priced = problem.priced(np.array(prices) * scale)
+    limited = np.isfinite(problem.budget)
+    charged = np.where(limited, np.array(prices) * scale, 0.0)
+    priced, dual = problem.priced(charged), 0.0
     for number in range(len(problem.mixing)):
         group = PricedGroup(problem, number)
         if len(np.unique(group.rows)) < len(group.tables):
-            continue
+            return
         least = np.full(len(able), np.inf)
         for each in itertools.product(*(group.options[group.rows == row] for row in range(len(group.tables)))):
             choice = np.array(each)
@@ -391,8 +395,9 @@ def test_of_tables_that_fuse_no_choice_is_cheaper_at_any_prices(seed: int, price
                 mixed = len(set(problem.cached[choice].tolist())) > 1
                 cost = priced[choice].sum() + problem.mixing[number] * mixed
                 least[choice] = np.minimum(least[choice], cost)
-        cost, chosen = group.price(np.array(prices) * scale)
-        floors = group.floors(np.array(prices) * scale)
+        cost, chosen = group.price(charged)
+        dual += cost
+        floors = group.floors(charged)
         assert cost <= least.min() * (1 + 1e-9)
         assert (floors <= least[group.options] * (1 + 1e-9)).all()
         terms = problem.terms[group.options]
@@ -403,3 +408,6 @@ def test_of_tables_that_fuse_no_choice_is_cheaper_at_any_prices(seed: int, price
             assert cost == pytest.approx(least.min(), rel=1e-9)
             assert floors == pytest.approx(least[group.options], rel=1e-9)
             assert problem.is_agreed(chosen) or np.isinf(cost)
+    dual -= float(charged[limited] @ (problem.budget[limited] + 1e-6))
+    with mock.patch.object(search, "MOST_COLUMNS", 0):  # without a program it is prices that bound
+        assert solve(problem, Watch(20)).bound >= dual - 1e-6 * abs(dual)
