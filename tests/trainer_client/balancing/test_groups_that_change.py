@@ -159,17 +159,30 @@ def threads_left() -> list[str]:
     return left
 
 
-def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
-    """The modes of three loops and the communicators that they used; then what is left of them all."""
+def one_after_the_other(rank: int, address: str | None, how: str) -> Any:
+    """The modes of three loops and the communicators that they used; then what is left of them all.
+
+    Only loops that are left may wait for the collector of cycles.
+    """
+
+    def batches() -> Any:
+        for step in range(6):
+            if how == "fails" and step == 4:
+                raise OSError("the data end here")
+            yield make_batch(rank, step, 5)
+
     modes, pairs = [], []
+    gc.collect()
+    gc.disable()
     for _ in range(3):
-        balancer = balancer_of(address, f"dropped-{leave}")
-        loader = BalancedLoader([make_batch(rank, step, 5) for step in range(6)], balancer, cost=cost_of, spec=SPEC)
+        balancer = balancer_of(address, f"dropped-{how}")
+        loader = BalancedLoader(batches(), balancer, cost=cost_of, spec=SPEC)
         seen = []
-        for step, _ in enumerate(loader):
-            seen.append(loader.report.mode.value)
-            if leave and step == 2 + rank:
-                break
+        with contextlib.suppress(OSError):
+            for step, _ in enumerate(loader):
+                seen.append(loader.report.mode.value)
+                if how == "left" and step == 2 + rank:
+                    break
         modes.append(seen)
         opened = balancer.stream()._opened
         assert opened is not None
@@ -178,46 +191,23 @@ def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
         assert len(opened.rounds._open) <= balancer.stream().options.depth + 1  # type: ignore[attr-defined]
         del opened
         del balancer, loader  # and nothing else
-    gc.collect()
-    return modes, pairs, threads_left()
+        if how == "left":
+            gc.collect()
+    left = threads_left()
+    gc.enable()
+    return modes, pairs, left
 
 
 def test_a_dropped_balancer_leaves_nothing_behind_and_its_successor_takes_its_place(balancer: ServiceProcess) -> None:
-    ways = [(address, leave) for address in (None, balancer.address) for leave in (False, True)]
-    for (address, leave), results in zip(
+    ways = [(address, how) for address in (None, balancer.address) for how in ("ends", "left", "fails")]
+    for (address, how), results in zip(
         ways, run_in_turn(2, *((one_after_the_other, *way) for way in ways)), strict=True
     ):
         for modes, pairs, left in results:
             assert {each for loop in modes for each in loop} == {"embedded" if address is None else "service"}
-            assert leave or {len(loop) for loop in modes} == {6}
+            assert how == "left" or {len(loop) for loop in modes} == {6 if how == "ends" else 4}
             assert len(set(pairs)) == 1
             assert left == []
-
-
-def ends_of(rank: int, error: bool) -> list[str]:
-    """Threads that are left where nobody looks for cycles: loops that end, by themselves or by an error of the data."""
-
-    def batches() -> Any:
-        for step in range(4):
-            if error and step == 2:
-                raise OSError("the data end here")
-            yield make_batch(rank, step, 5)
-
-    gc.collect()
-    gc.disable()
-    balancer = Balancer.embedded()
-    loader = BalancedLoader(batches(), balancer, cost=cost_of, spec=SPEC)
-    with contextlib.suppress(OSError):
-        for _ in loader:
-            pass
-    del balancer, loader
-    left = threads_left()
-    gc.enable()
-    return left
-
-
-def test_a_dropped_balancer_does_not_wait_for_the_collector_of_cycles() -> None:
-    assert run_in_turn(2, (ends_of, False), (ends_of, True)) == [[[], []]] * 2
 
 
 SAMPLES = 48

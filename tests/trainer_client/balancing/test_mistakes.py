@@ -248,10 +248,8 @@ def of_peers(rank: int, what: str) -> None:
         batches[0]["id"] = batches[0]["id"] + 1
     if what == "lengths" and rank == 3:
         batches[1] = make_batch(7, 1, 4)
-    if what in ("steps", "first") and rank == 1:
-        del batches[0 if what == "first" else 2 :]
-    if what == "schemas" and dp == 1:
-        batches[1]["more"] = torch.zeros(4)
+    if what == "first" and rank == 1:
+        batches.clear()
     if what == "grid":
         peers = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
@@ -262,9 +260,7 @@ def of_peers(rank: int, what: str) -> None:
 OF_PEERS: dict[str, tuple[type[Exception], str]] = {
     "values": (PeersDifferError, "in round 0 rank 3 has other samples than rank 2"),
     "lengths": (PeersDifferError, "in round 1 rank 3 has other samples than rank 2"),
-    "steps": (PeersDifferError, "in round 2 rank 1 has no batch where rank 0 has one"),
     "first": (PeersDifferError, "in round 0 rank 1 has no batch where rank 0 has one"),
-    "schemas": (SchemaMismatchError, "more"),
     "grid": (ValueError, "do not fit those of others"),
 }
 

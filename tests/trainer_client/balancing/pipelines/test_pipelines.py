@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import failing, run_in_turn
@@ -24,7 +23,6 @@ from trainer_client.balancing.pipelines import (
     PipelineSteps,
     balanced_batches,
     make_pipeline,
-    pipeline_names,
 )
 from trainer_client.observing.measurement import StepTimer
 
@@ -137,13 +135,6 @@ def test_what_pipelines_ask_of_a_batch_s_own_class_reaches_it() -> None:
     moved = only.to("meta", non_blocking=True, data_copy_stream=None, dense_only=True)
     assert moved.batch.x.is_meta
     assert moved.batch.kept.device.type == "cpu"
-
-
-def test_pipelines_are_found_by_name() -> None:
-    assert {"base", "sparse_dist", "prefetch"} <= set(pipeline_names())
-    model = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="pipeline is 'unknown'; choose one of base,"):
-        make_pipeline("unknown", model, torch.optim.SGD(model.parameters(), lr=1.0), torch.device("cpu"))
 
 
 CPU = torch.device("cpu")
