@@ -64,13 +64,33 @@ PAIRS = [
 # calls that tell something, make a buffer that may as well be larger, or matter where a machine loses its power
 UNSEEN = ("logger", "log.", "cast", "TypeVar", "np.empty", "os.fsync")
 SEARCHED = {"effort", "patience"}  # arguments that say how long a search goes on: as well a little longer
+ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 SWAPPED: dict[Any, Any] = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
 
 def mutants(tree: ast.Module) -> list[tuple[Any, dict[str, Any]]]:
-    """Nodes of a module, each with fields that are others in a mutant."""
-    skipped = {id(inner) for node in ast.walk(tree) for part in _without_behaviour(node) for inner in ast.walk(part)}
+    """Nodes of a module, each with fields that are others in a mutant.
+
+    No `<` becomes `<=` beside a fraction: nothing is that share of another to the last bit.
+    """
+    fractions = {
+        ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign) and _is_fraction(node.value)
+    }
+    beside = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and type(node.ops[0]) in ORDERED
+        and any(_is_fraction(part) or ast.unparse(part) in fractions for part in ast.walk(node))
+    ]
+    skipped = {id(node) for node in beside} | {
+        id(inner) for node in ast.walk(tree) for part in _without_behaviour(node) for inner in ast.walk(part)
+    }
     return [(node, change) for node in ast.walk(tree) if id(node) not in skipped for change in _changes(node)]
+
+
+def _is_fraction(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, float) and node.value % 1 != 0
 
 
 def _without_behaviour(node: Any) -> list[Any]:
