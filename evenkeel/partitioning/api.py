@@ -104,7 +104,7 @@ def _fill(problem: Problem, destinations: Ranks, at_least: int) -> Ranks:
     return filled
 
 
-def assign(problem: Problem, strategy: Strategy, min_samples: int = 0) -> Ranks:
+def assign(problem: Problem, strategy: Strategy, min_samples: int) -> Ranks:
     """(n,) int32 rank of each sample by a strategy, with so many on each rank at least."""
     chosen = strategy if problem.num_ranks > 1 and problem.arrays.costs.size else _at_home
     return _fill(problem, chosen(problem), min_samples) if min_samples else chosen(problem)

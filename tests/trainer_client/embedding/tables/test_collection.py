@@ -126,6 +126,21 @@ def test_initial_values_are_spread_and_depend_on_seed_and_key() -> None:
     assert float((other == rows[:100]).float().mean()) < 0.01
 
 
+@pytest.mark.parametrize(
+    ("table", "batch", "message"),
+    [
+        (replace(TABLE, capacity=2), batch_of(f=[0, 1, 2]), "table t: 3 keys do not fit into the 2 rows"),
+        (replace(ROWS, num_embeddings=10), batch_of(f=range(11)), "table t: a key is outside of 0 to 9"),
+        (ROWS, replace(batch_of(f=[0]), weights=torch.ones(3)), "weights has 3 elements, but there are 1 keys"),
+        (ROWS, batch_of(x=[0]), "no feature 'f'"),
+        (TABLE, batch_of(f=torch.ones(1)), "keys have dtype torch.float32; use int32, int64 or uint64"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused_in_one_process(table: RoutedTable, batch: KeyBatch, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoutedEmbeddingCollection([table])(batch)
+
+
 def test_declarations_that_contradict_themselves_are_refused() -> None:
     changes: list[tuple[dict[str, Any], str]] = [
         ({"embedding_dim": 0}, "embedding_dim is 0"), ({"pooling": "max"}, "'max'"), ({"capacity": 0}, "capacity is 0"),
