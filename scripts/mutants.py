@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests
 INTERPRETED = {"kernels", "slices"}  # whose kernels are not compiled, which would take a minute for each mutant
 # tests that do not take as long
 CHOSEN = (
-    "not (shape2 or shape3 or all_samples_on or three_ranks or beyond or tight_caps or "
+    "not (shape2 or shape3 or all_samples_on or three_ranks or beyond or "
     "keep_their_time or every_process or print_nothing or collections_that)"
 )
 PAIRS = [

@@ -15,7 +15,6 @@ from evenkeel.placement import (
     SolverOptions,
     Status,
     Table,
-    parse_topology,
     plan,
 )
 from evenkeel.placement.fields import decode, encode
@@ -100,12 +99,6 @@ def test_the_time_does_not_depend_on_the_order_of_the_tables() -> None:
     tables = random_tables(12, 8)
     forward, backward = plan(request(tables, hbm_gib=2)), plan(request(tables[::-1], hbm_gib=2))
     assert forward.seconds == pytest.approx(backward.seconds)
-
-
-def test_topologies_have_short_names() -> None:
-    name, topology = parse_topology("h200x16")
-    assert (name, topology.ranks, topology.local_ranks) == ("h200", 16, 8)
-    assert parse_topology("h100x4/2")[1].local_ranks == 2
 
 
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from evenkeel.placement import Mode, Plan, PlanRequest, Runtime, Sharding, SolverOptions, plan
-from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
 from tests.evenkeel.placement.instances import random_tables, request
@@ -89,11 +88,6 @@ def test_ranks_that_are_alike_are_one_entry() -> None:
     assert entry.ranks == tuple(range(64))
     assert entry.shards == {"row_wise": 5}
     assert [row.max_over_mean for row in report.imbalance] == pytest.approx([1.0] * len(report.imbalance))
-
-
-def test_a_report_is_plain_json_and_back() -> None:
-    report = _report(*_mixed(0))
-    assert decode(Report, encode(report)) == report
 
 
 def test_nothing_that_fits_has_no_report() -> None:

@@ -27,8 +27,6 @@ from evenkeel.placement.application import lines_to_paste
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from tests.trainer_client.planning.models import Collections
 from trainer_client.planning import (
-    PlannerClient,
-    PlannerError,
     describe_configs,
     describe_model,
     dynamicemb_constraints,
@@ -168,11 +166,6 @@ def test_plan_files_are_lossless_and_versioned() -> None:
     assert loads(dumps(content)) == content
     with pytest.raises(InvalidInputError, match="another version"):
         loads(dumps(content).replace('"version": 1', '"version": 99', 1))
-
-
-def test_a_planner_that_is_absent_is_told_and_where_it_was_looked_for() -> None:
-    with pytest.raises(PlannerError, match=r"http://127.0.0.1:9.*check the address"):
-        PlannerClient(url="http://127.0.0.1:9").plan(_request(describe_model(_model())))
 
 
 @pytest.mark.parametrize("runtime", list(Runtime))
