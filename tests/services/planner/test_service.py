@@ -23,7 +23,6 @@ from evenkeel.plan_cache import sealed
 from tests.services.planner.serving import Served, served
 from tests.waiting import until
 
-BINDINGS = ("hbm", "host", "both")
 JOB: dict[str, Any] = {
     "tables": [
         {"name": "user", "rows": 40_000_000, "dim": 128},
@@ -307,7 +306,7 @@ def test_health_and_metrics_have_a_port_of_their_own(service: Served) -> None:
 def test_plans_are_counted_by_outcome_gap_and_binding_budget(service: Served, client: httpx.Client) -> None:
     binding = 'evenkeel_planner_infeasible_plans_total{{binding="{}"}}'.format
     names = ["evenkeel_planner_plan_gap_ratio_count", "evenkeel_planner_solve_duration_seconds_count"]
-    names += [binding(name) for name in BINDINGS]
+    names += [binding(name) for name in ("hbm", "host", "both")]
 
     def counts() -> dict[str, float]:
         text = httpx.get(f"{service.metrics_url}/metrics", trust_env=False).text

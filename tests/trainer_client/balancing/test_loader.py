@@ -11,7 +11,6 @@ import torch
 from benchmarks.harness.balancer_process import ServiceProcess
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_in_turn, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing.resume import ResumeError
 
 
 def run(*jobs: Job) -> list[list[list[dict[str, Any]]]]:
@@ -123,9 +122,7 @@ def test_what_cannot_be_is_refused_at_once(given: dict[str, Any], said: str) -> 
         BalancedLoader(**{"loader": [], "balancer": Balancer.off(), "cost": len, **given})
 
 
-def test_what_is_no_epoch_and_no_state_is_refused() -> None:
+def test_what_is_no_epoch_is_refused() -> None:
     loader = BalancedLoader([torch.arange(3)], Balancer.off(), cost=len)
     with pytest.raises(ValueError, match="epoch is 'a'; give a whole number"):
         loader.set_epoch("a")  # type: ignore[arg-type]
-    with pytest.raises(ResumeError, match="state is None; give this rank's state"):
-        loader.load_state_dict(None)  # type: ignore[arg-type]

@@ -186,8 +186,11 @@ MISTAKES = {
         ValueError, "the cost function writes to 'id'",
     ),
     "a batch that is None": Mistake(lambda _: loop([None, ids(1)]), BatchError, "the batch is None"),
-    "options of another world": Mistake(
-        lambda _: loop([ids(1)], speeds=[1.0, 2.0, 1.0]), ValueError, "speeds has 3 entries for 2 ranks; give one for"
+    "speeds of a smaller world": Mistake(
+        lambda _: loop([ids(1)], speeds=[1.0]), ValueError, "speeds has 1 entries for 2 ranks; give one for each rank"
+    ),
+    "caps of a larger world": Mistake(
+        lambda _: loop([ids(1)], memory_caps=[1.0] * 3), ValueError, "memory_caps has 3 entries for 2 ranks"
     ),
     "a cost without positions": Mistake(
         lambda rank: splits(rank, "cost"), ValueError, "does not say what positions cost"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -347,6 +347,11 @@ def check_window(
             assert rank.width == (wider if sum(counts) else batch["rows"].shape[1])
 
 
+NOTHING = Loop(((), ()), (1, 1), (BREAK, BREAK), None, 1, drop_last=False, invalid=-1, pauses=(0, 0))
+NO_DATA = Program(2, False, None, {"depth": 2, "window": 1, "min_samples": 0}, {}, [NOTHING] * 2)
+
+
+@example(program=NO_DATA)
 @settings(max_examples=150, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(program=programs())
 def test_programs(ranks: GlooRanks, balancer: ServiceProcess, program: Program) -> None:

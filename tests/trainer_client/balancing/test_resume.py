@@ -170,6 +170,7 @@ def test_a_state_holds_for_its_epoch_once(way: str) -> None:
     for epoch, expected in ((2, []), (1, epochs[1])):
         again = make(over)
         assert train(again, epoch) == expected, "an epoch that is over is not trained again under its name"
+        assert len(train(make(over), None)) == len(epochs[0])
         assert train(again, 0) == epochs[0]
 
 

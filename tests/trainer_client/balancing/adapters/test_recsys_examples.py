@@ -254,7 +254,6 @@ def test_the_page_says_what_works(registry: dict[str, type[Any]]) -> None:
     assert names["batch_shuffler"].scale == 4 * 256 * 2
     assert names["batch_shuffler"].options.tolerance == 0.0005
     assert registry["hstu"] is HSTU
-    assert "\n    import trainer_client.balancing.adapters.recsys_examples.everywhere\n" in page
 
 
 def test_importing_one_module_puts_evenkeel_everywhere(registry: dict[str, type[Any]]) -> None:
