@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -26,11 +25,6 @@ from tests.services.balancer.jobs import RunningJob
 
 TOKEN, WRONG = "s" * 43, "w" * 43
 SECONDS = 60.0
-
-
-def read_lines(text: str) -> list[dict[str, Any]]:
-    """All lines as objects; anything else is an error."""
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_whatever_writes_to_the_log_writes_json() -> None:
@@ -55,7 +49,7 @@ def test_whatever_writes_to_the_log_writes_json() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=SECONDS, check=True
     )
-    lines = read_lines(done.stderr)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert [(line["event"].partition(":")[0][:10], line["level"]) for line in lines[:2]] == [
         ("ours", "info"), ("theirs 1", "warning"),
     ]  # fmt: skip
@@ -87,7 +81,7 @@ def test_a_balancer_s_log(tmp_path: Path) -> None:
                 pass
         assert balancer.stop() == 0
         text = balancer.log
-    lines = read_lines(text)
+    lines = [json.loads(line) for line in text.splitlines()]
     events = [line["event"] for line in lines]
     assert [event for event in events if event in ("serving", "draining", "stopped")] == [
         "serving", "draining", "stopped",

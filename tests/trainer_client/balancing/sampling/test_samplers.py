@@ -161,6 +161,12 @@ def test_epochs_have_orders_of_their_own_and_iterations_begin_anew() -> None:
     assert sampler.state_dict() == {
         "version": 1, "samples": 50, "seed": 5, "shuffle": True, "epoch": 1, "position": 50,
     }  # fmt: skip
+    for named, expected in ((False, second), (True, [])):  # of an epoch that was over, named again or not
+        again = GlobalBatchSampler(50, global_batch_size=10, seed=5)
+        again.load_state_dict(sampler.state_dict())
+        if named:
+            again.set_epoch(1)
+        assert [list(again), list(again)] == [expected, second]
     with pytest.raises(ValueError, match=r"epoch is 1.5; use a whole number"):
         sampler.set_epoch(1.5)  # type: ignore[arg-type]
 
