@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13423, 9500),
+    "evenkeel": (13428, 9500),
     "services": (4262, 4500),
     "services/balancer": (1789, 2000),
     "trainer_client": (21278, 15000),
     "trainer_client/balancing": (10962, 8000),
-    "tests": (27250, 20000),
-    "benchmarks": (8116, 8000),
+    "tests": (27252, 20000),
+    "benchmarks": (8155, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
 
