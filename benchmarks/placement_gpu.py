@@ -6,9 +6,9 @@ python -m benchmarks.placement_gpu --device cpu --quick                         
 A cell is a kind of keys (key traces from files, or power laws), a number of tables, and HBM for a share of them. In
 each there are the planner by its model, with the clock (whose contenders train other batches than those of the
 comparison), told nothing or the time of the dense part, all tables cached alike, TorchRec's planner, and TorchEasyRec's
-where the path of a checkout is given.
-Each planner is asked again with another budget, until what its plan takes on the GPU is the HBM of the cell or a
-little less. Statistics are those of the first half of the keys; plans are timed on the second.
+where the path of a checkout is given. Each planner is asked again with another budget, until what its plan takes on the
+GPU is the HBM of the cell or a little less. Statistics are those of the first half of the keys; plans are timed on the
+second.
 """
 
 from __future__ import annotations
@@ -492,20 +492,14 @@ def show(cell: Mapping[str, Any]) -> None:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How our plans stand beside the best of the others and all tables cached alike; how right predictions are."""
-    figures: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-        "kernels": lambda planner: planner.get("kernels_ms"),
-        "wall beside 0 ms": lambda planner: planner.get("wall_ms", {}).get("0"),
-        "wall beside 5 ms": lambda planner: planner.get("wall_ms", {}).get("5"),
-        "wall beside 20 ms": lambda planner: planner.get("wall_ms", {}).get("20"),
-    }
     found: dict[str, Any] = {}
-    for ours, (figure, read) in itertools.product((MODEL, CLOCK), figures.items()):
-        told = figure.removeprefix("wall beside ") if figure != "kernels" and ours == CLOCK else None
-        row_of = f"{CLOCK}, told {told}" if told else ours
-        values = [{name: read(planner) for name, planner in row["planners"].items()} for row in rows]
-        others = [min((one[name] for name in one if is_other(name) and one[name]), default=None) for one in values]
-        best = [one[row_of] / other for one, other in zip(values, others, strict=True) if one.get(row_of) and other]
-        alike = [one[row_of] / one[ALIKE] for one in values if one.get(row_of) and one[ALIKE]]
+    for ours, dense_ms in itertools.product((MODEL, CLOCK), (None, *Size().dense_ms)):
+        figure = "kernels" if dense_ms is None else f"wall beside {dense_ms:g} ms"
+        name = told_dense(dense_ms) if ours == CLOCK else ours
+        values = [{each: _figure(row["planners"][each], dense_ms) for each in row["planners"]} for row in rows]
+        others = [min((one[each] for each in one if is_other(each) and one[each]), default=None) for one in values]
+        best = [one[name] / other for one, other in zip(values, others, strict=True) if one.get(name) and other]
+        alike = [one[name] / one[ALIKE] for one in values if one.get(name) and one[ALIKE]]
         if best and alike:
             found[f"{ours}, {figure}"] = {
                 "over_the_best_other_worst": max(best),
@@ -513,6 +507,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "cells": len(best),
             }
     return found | {"predictions": predictions(rows)}
+
+
+def _figure(planner: Mapping[str, Any], dense_ms: float | None) -> Any:
+    """Kernels, or steps beside a dense part, in milliseconds; None where there is no plan."""
+    return planner.get("kernels_ms") if dense_ms is None else planner.get("wall_ms", {}).get(f"{dense_ms:g}")
 
 
 def is_other(planner: str) -> bool:
@@ -523,16 +522,17 @@ def is_other(planner: str) -> bool:
 def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Predicted kernels and steps over measured ones; nothing is prefetched, so half of the launches are waited for.
 
+    What the clock chose counts once in a cell, and not where it is the model's plan.
     Pairs are plans of one cell whose kernels differ by more than 3 %, the noise of the measurement.
     """
     kernels: list[float] = []
     steps: list[float] = []
     right: list[bool] = []
     for row in rows:
-        # A plan that the clock chose for several dense parts counts once.
-        plans = {each.get("contender", name): each for name, each in row["planners"].items()}
-        plans.pop("plan", None)
-        known = [each for each in plans.values() if each.get("predicted_kernels_ms") and each["kernels_ms"]]
+        planners = row["planners"].values()
+        chosen = {each["contender"]: each for each in planners if each.get("contender", "plan") != "plan"}
+        plans = [*(each for each in planners if "contender" not in each), *chosen.values()]
+        known = [each for each in plans if each.get("predicted_kernels_ms") and each["kernels_ms"]]
         kernels += [each["predicted_kernels_ms"] / each["kernels_ms"] for each in known]
         for each in known:
             for dense, wall in each["wall_ms"].items():
