@@ -41,9 +41,7 @@ class Loop:
     sizes: tuple[tuple[int, ...], ...]  # samples of each batch, by data
     leaves: tuple[int, ...]  # after how many batches each rank leaves; more than it gets: never
     how: tuple[int, ...]  # by which way
-    inner: (
-        tuple[int, ...] | None
-    )  # how many batches each rank takes of a loop over another loader within its first step
+    inner: tuple[int, ...] | None  # batches that each rank takes of another loader within its first step
     ahead: int | None  # None: a `BalancedLoader`; else a loop by hand, which submits so many batches ahead
     drop_last: bool
     invalid: int  # the step at which the first data's costs cannot be used; below 0: none

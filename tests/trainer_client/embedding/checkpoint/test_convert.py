@@ -1,5 +1,6 @@
 """Conversions between routings, numbers of ranks and formats; damage, kills, and what is refused."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -226,14 +227,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     write_dump(root / "source", roundrobin(), 4)
     for form in ("dynamicemb", "dcp"):
         convert(opened(root / "source"), root / form, world_size=2)
-    done = subprocess.run([sys.executable, "-c", ALONE, str(root)], capture_output=True, text=True, check=True)
+    given_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed; else peaks differ by 50 MB
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(root)], capture_output=True, text=True, check=True, env=given_back
+    )
     return root, done.stdout.splitlines()
 
 
 def test_memory_does_not_grow_with_the_table(alone: tuple[Path, list[str]]) -> None:
     after_small, after_large = map(int, alone[1][-1].split()[1::2])
     # 102 MB more rows: what may grow is the keys of one rank, 0.8 MB, and their sort.
-    assert after_large - after_small < 40
+    assert after_large - after_small < 20
 
 
 def test_killed_anywhere_there_is_the_old_checkpoint_or_the_new_one(alone: tuple[Path, list[str]]) -> None:
