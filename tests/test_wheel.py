@@ -56,9 +56,10 @@ def test_it_works_beside_a_users_packages_of_the_same_names(wheel: Path, tmp_pat
     venv.create(environment)
     python = environment / "bin" / "python"
     site = next((environment / "lib").glob("python*/site-packages"))
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name a checkout
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)],
-        check=True, timeout=110,
+        check=True, timeout=110, env=variables,
     )  # fmt: skip
     for package in ("evenkeel", "trainer_client"):
         for kernel in ROOT.glob(f"{package}/**/__pycache__/*.nb?"):  # compiled from the same sources, or not taken
@@ -70,7 +71,6 @@ def test_it_works_beside_a_users_packages_of_the_same_names(wheel: Path, tmp_pat
     for name in ("services", "protos"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("MINE = True\n")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name a checkout
     result = subprocess.run([str(python), "-c", USE], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert result.stdout.strip() == "works", result.stderr
     command = subprocess.run(
