@@ -29,7 +29,6 @@ _MOST_PRICE = 1e5
 """In units of (all of the cost) per (all of a budget): far above any that an optimum needs."""
 _STEEP = 1e4
 """Prices in the same units at which hardly anything but memory counts."""
-_BISECTIONS = 8
 _FIRST_CORE, _FIRST_GAP = 1_500, 1e-3
 """Options of the first core, and what it proves: it gives a choice by which the last one is small."""
 _SHARE = 0.4
@@ -190,8 +189,6 @@ class _Search:
         best = max(self.points, key=lambda point: point.value)
         if best.value > self.dearest:
             return _NOTHING
-        if self.cost > best.value * (1 + self.gap):
-            self._towards(best.prices)
         bound, proved = self._cores(best.value)
         if self.best is None:
             bound = np.inf if proved else bound
@@ -202,15 +199,11 @@ class _Search:
         found = [group.price(prices) for group in self.groups]
         least = tuple(own for own, _ in found)
         value = sum(least) - float(prices[self.limited] @ (self.problem.budget[self.limited] + SLACK))
-        if not np.isfinite(value):
-            self.points.append(_Point(prices, np.inf, np.zeros(2), least))
-            return self.points[-1]
         choice = np.zeros(self.problem.num_tables, dtype=np.int64)
         for group, (_, chosen) in zip(self.groups, found, strict=True):
             choice[group.tables] = chosen
         excess = np.where(self.limited, self.problem.usage(choice) - self.problem.budget - SLACK, -1.0)
-        if np.all(excess <= 0):
-            self._offer(choice)
+        self._offer(choice)
         self.points.append(_Point(prices, value, excess, least))
         return self.points[-1]
 
@@ -227,7 +220,8 @@ class _Search:
 
     def _find_prices(self) -> None:
         """The dual at more and more prices, by cutting planes: it is concave and piecewise linear in two prices."""
-        if np.all(self._evaluate(np.zeros(2)).excess <= 0):
+        free = self._evaluate(np.zeros(2))
+        if np.all(free.excess <= 0) or free.value > self.dearest:
             return
         if self.best is None:
             self._evaluate(_STEEP * self.scale)
@@ -236,19 +230,18 @@ class _Search:
         model.addCol(-1.0, -infinity, infinity, *nothing)
         for _ in range(2):
             model.addCol(0.0, 0.0, _MOST_PRICE, *nothing)
-        added = 0
+        fresh = list(self.points)
         while len(self.points) < _ITERATIONS and not self.watch.is_over():
-            for point in self.points[added:]:  # the dual <= value + excess . (prices - here)
+            for point in fresh:  # the dual <= value + excess . (prices - here)
                 row = np.array([1.0, *(-point.excess * self.scale)])
                 side = point.value - float(point.excess @ point.prices)
-                model.addRow(-infinity, side, 3, np.arange(3, dtype=np.int32), row)
-            added = len(self.points)
+                model.addRow(-infinity, side, len(row), np.arange(len(row), dtype=np.int32), row)
             model.run()
             upper, *prices = model.getSolution().col_value
             best = max(point.value for point in self.points)
             if upper - best <= _TOLERANCE * max(abs(best), abs(upper), 1e-12) or best > self.dearest:
                 break
-            self._evaluate(np.maximum(0.0, np.array(prices)) * self.scale)
+            fresh = [self._evaluate(np.maximum(0.0, np.array(prices)) * self.scale)]
 
     def _offer(self, choice: Choice) -> bool:
         """Takes a choice that keeps the budgets and is agreed on, if it is the best so far; whether it is allowed."""
@@ -258,16 +251,6 @@ class _Search:
         if cost < self.cost:
             self.best, self.cost = choice, cost
         return True
-
-    def _towards(self, prices: FloatArray) -> None:
-        """Looks for a choice that fits at prices a little above those of the optimum."""
-        low, high = 0.0, 1.0
-        for _ in range(_BISECTIONS):
-            if self.watch.is_over():
-                return
-            middle = 1e-6 if low == 0 and high == 1 else float(np.sqrt(max(low, 1e-9) * high))
-            point = self._evaluate(prices + middle * (_STEEP * self.scale - prices))
-            low, high = (low, middle) if np.all(point.excess <= 0) else (middle, high)
 
     def _cores(self, bound: float) -> tuple[float, bool]:
         """Programs over more and more options; the bound that they prove, and whether that settles the search."""
