@@ -27,7 +27,7 @@ demo: $(READY)  ## Train on four ranks against a real balancer, balancing off an
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(READY)  ## Run the tests
-	$(BIN)/python -m pytest -q -n 4 $(ARGS)  # in lanes: tests/lanes.py
+	$(BIN)/python -m pytest -q -n 3 $(ARGS)  # in lanes: tests/lanes.py
 
 lint: $(READY)  ## Check style, types, the direction of imports and generated files
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from benchmarks.harness.balancer_process import fork
-from evenkeel.placement import Runtime
+from evenkeel.placement import Runtime, SolverOptions
 from services.operations.launch import running_service
 from services.security.tokens import hash_token
 from tests.services.planner.browsing import GIB, ROOMY, SMALL, Page
@@ -266,7 +266,7 @@ def test_everything_that_is_operated_has_a_name_and_names_are_text(page: Page) -
 
 def test_many_tables_are_shown_in_parts(opened: Page) -> None:
     page = opened
-    page.open(request=ROOMY)
+    page.open(request=replace(ROOMY, solver=SolverOptions(ratio_steps=1)))
     rows = [f"table_{i},{1000 * (i + 1)},16,1" for i in range(120)]
     page.change("#tables", "\n".join(["name,rows,dim,ids_per_sample", *rows]))
     assert "a step" in page.text("#headline")
