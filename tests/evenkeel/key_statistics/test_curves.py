@@ -18,32 +18,6 @@ from tests.evenkeel.key_statistics.traces import KEYS, trace_of
 STEPS, LOOKUPS = 80, 2_000
 
 
-def _lru(steps: list[np.ndarray], size: int, begin: int) -> float:
-    """A real LRU cache that looks up a step's unique keys at once."""
-    held: OrderedDict[int, None] = OrderedDict()
-    draw = np.random.default_rng(0)
-    missed = total = 0
-    for step, keys in enumerate(steps):
-        for key in np.unique(keys).tolist():
-            if step >= begin:
-                total, missed = total + 1, missed + (key not in held)
-        for key in draw.permutation(np.unique(keys)).tolist():
-            held[key] = None
-            held.move_to_end(key)
-        while len(held) > size:
-            held.popitem(last=False)
-    return missed / total
-
-
-@pytest.mark.parametrize("name", ["sessions", "scan"])
-def test_a_trace_says_what_a_real_cache_missed(name: str) -> None:
-    steps = list(TRACES[name](np.random.default_rng(3), STEPS, LOOKUPS))
-    sizes = np.array([3_000.0, 25_000.0])
-    found = miss_rates(trace_of(steps), Eviction.LRU, sizes, STEPS // 2, STEPS)
-    for size, rate in zip(sizes, found, strict=True):
-        assert rate == pytest.approx(_lru(steps, int(size), STEPS // 2), abs=0.01)
-
-
 @pytest.mark.parametrize("eviction", Eviction)
 @pytest.mark.parametrize("name", ["zipf", "sessions", "scan", "drift"])
 def test_the_second_half_is_seen_as_caches_saw_it_also_by_a_sample(name: str, eviction: Eviction) -> None:

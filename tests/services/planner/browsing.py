@@ -30,7 +30,7 @@ SMALL = PlanRequest(
     topology=Topology(
         ranks=8, ranks_per_host=8, hbm_bytes=139 * GIB, hbm_reserved_bytes=138 * GIB, host_bytes=16 * GIB
     ),
-    solver=SolverOptions(ratio_steps=20),
+    solver=SolverOptions(ratio_steps=10),
 )
 """Planned in a moment: its tables fit into 1.4 GiB of HBM, with 0.9 GiB they need a host, with 0.5 nothing fits."""
 ROOMY = replace(SMALL, topology=Topology(ranks=8, hbm_bytes=139 * GIB))

@@ -350,7 +350,7 @@ NO_DATA = Program(2, False, None, {"depth": 2, "window": 1, "min_samples": 0}, {
 
 
 @example(program=NO_DATA)
-@settings(max_examples=150, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=100, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(program=programs())
 def test_programs(ranks: GlooRanks, balancer: ServiceProcess, program: Program) -> None:
     arguments = [(rank, program, balancer.address) for rank in range(program.ranks)]
