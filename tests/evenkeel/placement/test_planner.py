@@ -40,6 +40,8 @@ def test_a_plan_keeps_its_budgets_and_adds_up(runtime: str) -> None:
     assert sum(p.seconds for p in found.placements) == pytest.approx(found.seconds)
     assert sum(m.fixed_seconds for m in found.modules) == pytest.approx(found.host_seconds)
     assert found.bound_seconds == pytest.approx(found.seconds)
+    trivial = [known.seconds for known in found.trivial if known.seconds is not None]
+    assert min(trivial) >= found.seconds * (1 - 1e-9)
     assert [p.table for p in found.placements] == [t.name for t in asked.tables]
     assert sorted(t for m in found.modules for t in m.tables) == sorted(t.name for t in asked.tables)
 
