@@ -137,7 +137,8 @@ def _advice(place: SplitResult, reason: object) -> str:
         return "set EVENKEEL_TLS_CA to the file of its authority" if authority else "have its certificate mended"
     proxy = urllib.request.getproxies().get(place.scheme)
     if proxy and not urllib.request.proxy_bypass(str(place.hostname)):
-        return f"it was asked for through the proxy {_without_secrets(proxy)}: add {place.hostname} to no_proxy"
+        named = proxy.rpartition("@")[2]  # without its user and password
+        return f"it was asked for through the proxy {named}: add {place.hostname} to no_proxy"
     if (
         place.scheme == "http"
         and isinstance(reason, ConnectionError)
@@ -145,10 +146,6 @@ def _advice(place: SplitResult, reason: object) -> str:
     ):
         return "if it speaks TLS, use https://"
     return "check the address"
-
-
-def _without_secrets(proxy: str) -> str:
-    return proxy.rpartition("@")[2]
 
 
 def _detail(error: urllib.error.HTTPError) -> str:

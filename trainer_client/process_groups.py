@@ -54,7 +54,8 @@ def make_group(
     members = tuple(ranks)
     names = _names.setdefault(world, {})
     if (use, members) not in names:
-        names[use, members] = _count_on(_agreed(f"evenkeel{use}", members, timeout or default_pg_timeout))
+        agreed = _agreed(f"evenkeel{use}", members, timeout or default_pg_timeout)
+        names[use, members] = (f"{agreed}/{number}" for number in count(1))
     name: Any = next(names[use, members])
     with _apart(world) if len(members) < dist.get_world_size() else nullcontext():
         group: dist.ProcessGroup
@@ -104,10 +105,6 @@ def _agreed(use: str, members: tuple[int, ...], timeout: timedelta) -> str:
 
     _wait(missing, deadline, folder, timeout)
     return f"{folder}/{number}"
-
-
-def _count_on(name: str) -> Iterator[str]:
-    return (f"{name}/{number}" for number in count(1))
 
 
 def _wait(missing: Callable[[], Sequence[int]], deadline: float, name: str, timeout: timedelta) -> None:

@@ -23,6 +23,7 @@ from evenkeel.placement.invalid_input import require
 
 FloatArray = npt.NDArray[np.float64]
 
+DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 _MAX_BINS = 100_000
 _MAX_HOT = 4096
 _ROUNDING = 1e-6
@@ -323,6 +324,7 @@ def fullest_rank(access: Access, rows: int, lookups: float, ranks: int, routing:
 
 def owners_of(keys: npt.NDArray[np.int64], rows: int, ranks: int, routing: str) -> npt.NDArray[np.int64]:
     """(keys,) the rank that owns each key; `trainer_client.embedding.routing` has the definition."""
+    assert routing in DIST_TYPES, routing
     key, block, count = keys.view(np.uint64), np.uint64(-(-rows // ranks)), np.uint64(ranks)
     owner = (_fmix64(key) if routing == "hash_roundrobin" else key) % count
     if routing == "continuous":

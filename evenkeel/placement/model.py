@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, TypeAlias
 
-from evenkeel.placement.access import Access, Eviction, Zipf
+from evenkeel.placement.access import DIST_TYPES, Access, Eviction, Zipf
 from evenkeel.placement.fields import Checked, Length, OneOf, Range, Share, check_fields
 from evenkeel.placement.invalid_input import require
 
@@ -15,7 +15,6 @@ MAX_ROWS = 10**12
 MAX_DIM = 32_768
 MAX_RANKS = 65_536
 MAX_BYTES = 2**53
-DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 
 Name: TypeAlias = Annotated[str, Length(1, 512)]
 Rows: TypeAlias = Annotated[int, Range(0, MAX_ROWS)]

@@ -203,11 +203,6 @@ class BalancedLoader(Generic[B]):
         return self._stream.counters
 
     @property
-    def breaker_open(self) -> bool:
-        """Whether the lead has stopped asking the service for a while; known on rank 0 alone."""
-        return self.counters.breaker_open
-
-    @property
     def _stream(self) -> BatchStream:
         return self._used if self._used is not None else self.balancer.stream(self.name)
 

@@ -88,7 +88,7 @@ def _read(path: Path, column: str | None) -> NDArray[np.int64]:
         raise ValueError(f"{path} holds {values.min()} to {values.max()}; give lengths of 0 to 2^32")
     if values.size and not values.any():
         raise ValueError(f"{path} holds only zeros: there is nothing to balance; give the positions of each sample")
-    return np.asarray(values, np.int64)
+    return np.array(values, np.int64)  # which may be written to
 
 
 def _first_text(values: list[Any]) -> tuple[int, str]:
@@ -116,7 +116,7 @@ def _column(path: Path, column: str | None) -> Any:
         if path.suffix == ".csv" and column is None and names[0].replace(".", "", 1).isdecimal():
             raise ValueError(f"{path} begins with {names[0]} where the name of its column should be; give it one")
         values = data.to_table(columns=[column or names[0]]).column(0)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
         values = pyarrow.compute.list_value_length(values)

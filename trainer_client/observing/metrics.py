@@ -36,6 +36,7 @@ B = TypeVar("B")
 
 _ENVIRONMENT = "EVENKEEL_METRICS_PORT"
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
+_NO_MORE: Any = object()
 _exporters: set[RankExporter] = set()  # those that serve
 
 # Steps take from a few milliseconds to minutes; balancing a hundredth of that.
@@ -47,27 +48,28 @@ OTHER = "other"
 _COUNTERS = {
     "rounds": "Batches by what all ranks did with them.",
     "samples": "Samples that this rank trained.",
+    "dropped_samples": "Samples that this rank loaded and nobody trained.",
     "batch_bytes": "Bytes of all ranks' samples, this rank's share.",
-    "moved_bytes": "Bytes of the samples that changed rank, this rank's share.",
-    "split_samples": "Samples that were split over ranks, this rank's share of all.",
+    "moved_bytes": "Bytes of samples that changed rank, this rank's share.",
+    "split_samples": "Samples split over ranks, this rank's share.",
     "exposed_wait_seconds": "Time that training waited for the next batch: loading, balancing, moving; on a GPU, as "
     "its stream did.",
     "agreement_wait_seconds": "Time that the training thread waited for the ranks' agreement.",
     "service_wait_seconds": "Time waited for the balancer behind training.",
     "partition_seconds": "Time of the partition searches.",
-    "redistribution_seconds": "Time that the training thread spent in starting and ending moves.",
+    "redistribution_seconds": "Time of the training thread in starting and ending moves.",
     "loading_wait_seconds": "Time that the training thread waited for the wrapped loader.",
     "saved_seconds": "Estimate of the time that balancing saved: step time x (largest load over speed before / after - "
     "1).",
     "lost_seconds": "Estimate of the time that ranks wait for the one with the largest load: step time x (1 - 1 / "
-    "imbalance after), where loads are known; the balancer's page counts the same.",
+    "imbalance after), where loads are known.",
     "breaker_changes": "Changes of the breaker.",
 }
 _GAUGES = {
     "info": "What runs on this rank; always 1.",
     "load": "Predicted work of this rank's part of the last batch, in units of the cost; NaN: unknown.",
-    "mean_load": "Predicted work of a rank's part of the last batch, mean over all ranks; NaN: unknown.",
-    "speed_ratio": "How fast this rank computes, relative to the median rank; 1 unless known to be slower.",
+    "mean_load": "Mean load of all ranks in the last batch; NaN: unknown.",
+    "speed_ratio": "How fast this rank computes, over the median rank; 1 unless known to be slower.",
     "late_ratio": "How much later this rank's batches come than the median rank's, in what that computes; 0 unless "
     "known.",
     "breaker_open": "1 while rounds go on without asking the balancer.",
@@ -77,6 +79,13 @@ _HISTOGRAMS = {
     "imbalance_excess_ratio": "Largest load over mean load, minus one: before and after balancing, and the lower "
     "bound.",
     "step_seconds": "Time from getting a batch to asking for the next; on a GPU, of its stream.",
+}
+_TOTALS = {  # metrics that are totals of a stream: the attributes of `Counters`
+    "agreement_wait_seconds": "exposed_seconds",
+    "redistribution_seconds": "redistribution_seconds",
+    "loading_wait_seconds": "loading_seconds",
+    "breaker_changes": "breaker_changes",
+    "dropped_samples": "dropped_samples",
 }
 _BUCKETS = {"imbalance_excess_ratio": _EXCESS_BUCKETS, "step_seconds": _STEP_BUCKETS}
 _LABELS = {  # besides `job` and `rank`; `loader` where nothing is said
@@ -103,6 +112,7 @@ class RankMeasures:
         self.registry = CollectorRegistry()
         self._job, self._rank = job, rank
         self._names: dict[str, set[str]] = {label: set() for label in _MOST}
+        self._totals: dict[str, tuple[Counters, Counters]] = {}  # of each loader's stream: its own, and as last read
         self._metrics: dict[str, Any] = {}
         for kind, metrics in ((Counter, _COUNTERS), (Gauge, _GAUGES), (Histogram, _HISTOGRAMS)):
             for name, text in metrics.items():
@@ -156,16 +166,15 @@ class RankMeasures:
         """Training waited for its next batch; on a GPU, the device did."""
         self._of("exposed_wait_seconds", loader).inc(max(0.0, seconds))
 
-    def parts(self, loader: str, *, agreement: float = 0.0, redistribution: float = 0.0, loading: float = 0.0) -> None:
-        """The training thread waited for the agreement, for the end of a move, for the wrapped loader."""
-        self._of("agreement_wait_seconds", loader).inc(max(0.0, agreement))
-        self._of("redistribution_seconds", loader).inc(max(0.0, redistribution))
-        self._of("loading_wait_seconds", loader).inc(max(0.0, loading))
-
-    def breaker(self, loader: str, *, open_: bool, changes: int) -> None:
-        """The breaker's state, and how often it has changed since the last call."""
-        self._of("breaker_open", loader).set(open_)
-        self._of("breaker_changes", loader).inc(changes)
+    def totals(self, loader: str, counters: Counters) -> None:
+        """What a loader's stream has come to by now."""
+        known, before = self._totals.get(loader, (None, Counters()))
+        now = replace(counters)  # which other threads go on with
+        self._totals[loader] = counters, now
+        for name, total in _TOTALS.items():
+            since = getattr(before, total) if known is counters else 0
+            self._of(name, loader).inc(max(0, getattr(now, total) - since))
+        self._of("breaker_open", loader).set(now.breaker_open)
 
     def key_skew(self, table: str, ratio: float) -> None:
         """Keys per rank of a table's lookup, largest over mean; as `trainer_client.embedding.routing` reports it."""
@@ -185,7 +194,8 @@ class RankExporter:
         self.port = port
         self._closing = closing
         self._key_calls = 0
-        self._steps: deque[tuple[str, RoundReport, Mark, Mark, Mark]] = deque()  # not yet known to be over
+        # Not yet known to be over; without a report what was no step, but the end of a loop.
+        self._steps: deque[tuple[str, RoundReport | None, Mark, Mark, Mark]] = deque()
         _exporters.add(self)
 
     @classmethod
@@ -279,34 +289,26 @@ class RankExporter:
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         device = torch.device(device)
         batches = iter(loader)
-        before = Counters()
         while True:
             asked = Mark(device)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+            batch: Any = next(batches, _NO_MORE)
             got = Mark(device)
-            report, counters = loader.report, loader.counters
-            self.measures.parts(
-                name,
-                agreement=counters.exposed_seconds - before.exposed_seconds,
-                redistribution=counters.redistribution_seconds - before.redistribution_seconds,
-                loading=counters.loading_seconds - before.loading_seconds,
-            )
-            changes = counters.breaker_changes - before.breaker_changes
-            self.measures.breaker(name, open_=loader.breaker_open, changes=changes)
-            self.measures.batch(name, report)
-            before = replace(counters)
-            yield batch
+            self.measures.totals(name, loader.counters)
+            report = None if batch is _NO_MORE else loader.report
+            if report is not None:
+                self.measures.batch(name, report)
+                yield batch
             self._steps.append((name, report, asked, got, Mark(device)))
             self._read_steps()
+            if report is None:
+                return
 
     def _read_steps(self) -> None:
         while self._steps and self._steps[0][-1].ready():
             name, report, asked, got, done = self._steps.popleft()
             self.measures.waited(name, got.since(asked) / 1e3)
-            self.measures.step(name, report, done.since(got) / 1e3)
+            if report is not None:
+                self.measures.step(name, report, done.since(got) / 1e3)
 
     def keys(
         self,

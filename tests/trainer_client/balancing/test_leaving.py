@@ -55,7 +55,7 @@ def after_the_end(rank: int) -> tuple[dict[str, int], list[str]]:
         pass
     balancer.close()
     return {str(mode): count for (mode, _), count in loader.counters.rounds.items()} | {"before": empty}, [
-        str(loader.breaker_open)
+        str(loader.counters.breaker_open)
     ]
 
 

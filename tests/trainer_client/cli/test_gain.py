@@ -81,6 +81,8 @@ def test_columns_of_csv_and_parquet_give_the_same(file: Path) -> None:
         done = run(path, "--column", "length", "--ranks", 4, "--batch", 64, "--json")
         assert json.loads(done.stdout) == wanted
     assert run(file.with_name("lists.parquet"), "--ranks", 4, "--batch", 64).exit_code == 0
+    pyarrow.parquet.write_table(table.slice(0, 0), file.with_suffix(".parquet"))
+    assert "there are 0 lengths" in run(file.with_suffix(".parquet"), "--column", "length").stderr
 
 
 def test_it_says_what_to_do_next_and_draws(file: Path) -> None:
@@ -100,6 +102,7 @@ def test_mistakes_name_the_remedy(file: Path) -> None:
     file.with_name("a.csv").write_text("a,b\n1,2\n")
     file.with_name("words.csv").write_text("a\n5\n6\nx\n")
     file.with_name("headless.csv").write_text("5\n6\n")
+    file.with_name("latin.csv").write_bytes(b"l\xe4nge\n5\n")
     file.with_name("a.txt").write_text("1\n")
     file.with_name("a.parquet").write_text("nothing")
     for arguments, text in (
@@ -112,6 +115,7 @@ def test_mistakes_name_the_remedy(file: Path) -> None:
         ((file.with_name("a.csv"), "--column", "c"), "name one of a, b"),
         ((file.with_name("words.csv"),), "holds 'x' in row 3 where a number should be"),
         ((file.with_name("headless.csv"),), "begins with 5 where the name of its column should be"),
+        ((file.with_name("latin.csv"),), "latin.csv cannot be read"),
         ((file.with_name("a.txt"),), "must end in .npy, .csv or .parquet"),
         ((file.with_name("a.parquet"),), "cannot be read"),
     ):

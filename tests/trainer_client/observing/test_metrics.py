@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
-from trainer_client import BalancedLoader
+from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.observing.metrics import RankExporter
 
 STEPS = (6, 5)
@@ -42,23 +42,23 @@ def value(samples: dict[Any, float], name: str, **labels: str) -> float:
 
 
 def train(rank: int, folder: str) -> dict[str, Any]:
-    job = Job(steps=STEPS, name="exported")
+    job = Job(steps=STEPS, name="exported", options=BalanceOptions(min_samples=7))
     with job.balancer() as balancer, RankExporter.start(job="exported", rank=rank, targets=folder) as exporter:
-        loader = BalancedLoader(list(job.batches(rank)), balancer, cost=cost_of, spec=SPEC)
+        loader = BalancedLoader(list(job.batches(rank)), balancer, cost=cost_of, spec=SPEC, drop_last=True)
         reports, scraped = [], {}
-        for _batch in exporter.watch(loader):
-            reports.append((loader.report.own_load, loader.report.imbalance_before, loader.report.own_samples))
-            scraped = scrape(exporter.port)
+        for _epoch in range(2):
+            for _batch in exporter.watch(loader):
+                reports.append((loader.report.own_load, loader.report.imbalance_before, loader.report.own_samples))
+                scraped = scrape(exporter.port)
         target = json.loads((Path(folder) / f"exported-{rank}.json").read_text())
         assert target == [{"targets": [f"127.0.0.1:{exporter.port}"]}]
-        return {"reports": reports, "during": list(scraped.items()), "after": list(scrape(exporter.port).items())}
+        return {"reports": reports, "during": scraped, "after": scrape(exporter.port), "totals": loader.counters}
 
 
 def test_ranks_export_what_their_reports_say(tmp_path: Path) -> None:
     results = run_ranks(2, train, str(tmp_path))
     for rank, result in enumerate(results):
-        reports, during, after = result["reports"], dict(result["during"]), dict(result["after"])
-        assert len(reports) >= max(STEPS)
+        reports, during, after, totals = result.values()
         assert value(during, "load", rank=str(rank), when="after") == reports[-1][0]
         assert value(after, "rounds_total", mode="embedded") == len(reports)
         assert value(after, "samples_total") == sum(samples for _, _, samples in reports)
@@ -71,11 +71,12 @@ def test_ranks_export_what_their_reports_say(tmp_path: Path) -> None:
         assert sums[1] < sums[2]
         assert value(after, "saved_seconds_total") > 0
         assert value(after, "exposed_wait_seconds_total") >= value(after, "agreement_wait_seconds_total")
-        assert value(after, "redistribution_seconds_total") > 0
+        assert value(after, "redistribution_seconds_total") == pytest.approx(totals.redistribution_seconds)
+        assert value(after, "agreement_wait_seconds_total") == pytest.approx(totals.exposed_seconds)
+        assert value(after, "dropped_samples_total") == totals.dropped_samples > 0
         assert value(after, "breaker_open") == 0
         assert 0 < value(after, "moved_bytes_total") < value(after, "batch_bytes_total")
-    moved = {value(dict(result["after"]), "moved_bytes_total") for result in results}
-    assert len(moved) == 1  # shares of the job's bytes
+    assert len({value(result["after"], "moved_bytes_total") for result in results}) == 1  # shares of the job's bytes
     assert list(tmp_path.iterdir()) == []  # target files are gone
 
 
@@ -154,6 +155,7 @@ def test_from_env(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("PORT", "many", "EVENKEEL_METRICS_PORT is 'many'; give a port number"),
         ("PORT", "70000", "port is 70000"),
+        ("PORT", "{taken}", "in use"),
         ("TARGETS", "/dev/none", r"targets is '/dev/none', where no file can be written: No such file"),
         ("HOST", "no.such.host.invalid", r"metrics cannot be served on no\.such\.host\.invalid:0: "),
     ],
@@ -162,11 +164,7 @@ def test_what_cannot_be_served_or_written_is_named(
     monkeypatch: pytest.MonkeyPatch, variable: str, setting: str, said: str
 ) -> None:
     monkeypatch.setenv("EVENKEEL_METRICS_PORT", "0")
-    monkeypatch.setenv(f"EVENKEEL_METRICS_{variable}", setting)
-    with pytest.raises((ValueError, OSError), match=said):
-        RankExporter.from_env(job="job", rank=0)
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with RankExporter.start(job="job", rank=0) as first, pytest.raises(OSError, match="in use"):
-        RankExporter.start(job="job", rank=1, port=first.port)
+    with RankExporter.start(job="job", rank=0) as first:
+        monkeypatch.setenv(f"EVENKEEL_METRICS_{variable}", setting.format(taken=first.port))
+        with pytest.raises((ValueError, OSError), match=said):
+            RankExporter.from_env(job="job", rank=0)

@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trainer_client.checks import is_whole
+
 MAX_RANKS = 4096
 """Ranks at most."""
 DistType = Literal["continuous", "roundrobin", "hash_roundrobin"]
@@ -62,7 +64,7 @@ class Routing:
     def __post_init__(self) -> None:
         if self.dist_type not in DIST_TYPES:
             raise ValueError(f"dist_type is {self.dist_type!r}; choose one of {', '.join(DIST_TYPES)}")
-        if not 0 <= self.seed <= _MASK:
+        if not (is_whole(self.seed) and 0 <= self.seed <= _MASK):
             raise ValueError(f"seed is {self.seed!r}; give a whole number from 0 to 2**64 - 1")
         if self.seed and self.dist_type != "hash_roundrobin":
             raise ValueError(f"seed is {self.seed}, but {self.dist_type} has no hash; leave the seed at 0")
@@ -123,9 +125,9 @@ def as_routing(routing: RoutingLike) -> Routing:
 
 def as_routings(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[Routing, ...]:
     """Routings of a batch's features: one for all of them, or one each."""
-    if isinstance(routing, str | Routing):
-        return (as_routing(routing),)
-    return tuple(as_routing(item) for item in routing)
+    if isinstance(routing, Sequence) and not isinstance(routing, str | bytes):
+        return tuple(as_routing(item) for item in routing)
+    return (as_routing(routing),)
 
 
 def check_world_size(world_size: int) -> int:
@@ -185,7 +187,7 @@ def as_int64(keys: Tensor) -> Tensor:
     return keys.to(torch.int64)
 
 
-def route(keys: Tensor, routing: Routing, *, world_size: int, block_size: int = 0) -> tuple[Tensor, Tensor]:
+def route(keys: Tensor, routing: RoutingLike, *, world_size: int, block_size: int = 0) -> tuple[Tensor, Tensor]:
     """Owner of each key, and the index that is sent to it.
 
     Args:
@@ -199,10 +201,10 @@ def route(keys: Tensor, routing: Routing, *, world_size: int, block_size: int = 
         shape of `keys`.
 
     Raises:
-        ValueError: If `world_size` or a dtype is out of range.
+        ValueError: If `world_size` or a dtype is out of range, or the routing is unknown.
     """
     check_world_size(world_size)
-    wide = as_int64(keys)
+    wide, routing = as_int64(keys), as_routing(routing)
     if routing.dist_type == "roundrobin":
         return _divide_by_ranks(wide, world_size)[1], keys
     if routing.dist_type == "hash_roundrobin":
@@ -218,6 +220,6 @@ def route(keys: Tensor, routing: Routing, *, world_size: int, block_size: int = 
     return remainder, sent
 
 
-def owners(keys: Tensor, routing: Routing, *, world_size: int, block_size: int = 0) -> Tensor:
+def owners(keys: Tensor, routing: RoutingLike, *, world_size: int, block_size: int = 0) -> Tensor:
     """Rank that owns each key, as int64 in the shape of `keys`; see `route`."""
     return route(keys, routing, world_size=world_size, block_size=block_size)[0]

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from trainer_client.checks import is_whole
 from trainer_client.embedding.routing import Routing, RoutingLike, as_routing, block_size, route
 
 
@@ -27,7 +28,7 @@ class RoutedTable:
         dtype: Type of the values.
 
     Raises:
-        ValueError: If a size is not positive or the pooling is unknown.
+        ValueError: If there is no feature, a size is not positive, or pooling or routing is unknown.
     """
 
     name: str
@@ -41,13 +42,16 @@ class RoutedTable:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for field in ("embedding_dim", "num_embeddings"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"table {self.name}: {field} is {getattr(self, field)}; give at least 1")
+        features: Any = self.features  # of a caller without types
+        if isinstance(features, str) or not features:
+            raise ValueError(f"table {self.name}: features is {features!r}; give a tuple of one name or more")
+        capacity = 1 if self.capacity is None else self.capacity
+        sizes = {"embedding_dim": self.embedding_dim, "num_embeddings": self.num_embeddings, "capacity": capacity}
+        for field, size in sizes.items():
+            if not is_whole(size) or size < 1:
+                raise ValueError(f"table {self.name}: {field} is {size!r}; give a whole number of at least 1")
         if self.pooling not in ("none", "sum", "mean"):
             raise ValueError(f"table {self.name}: pooling is {self.pooling!r}; choose none, sum or mean")
-        if self.capacity is not None and self.capacity < 1:
-            raise ValueError(f"table {self.name}: capacity is {self.capacity}; give at least 1")
         as_routing(self.routing)
 
     @property

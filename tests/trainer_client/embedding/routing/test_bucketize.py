@@ -122,7 +122,7 @@ def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
     [
         ({"world_size": 0}, "world_size is 0"),
         ({"world_size": 4097}, "world_size is 4097"),
-        ({"routing": "random"}, "'random'"),
+        ({"routing": b"random"}, "routing is b'random'; choose one of"),
         ({"routing": ["continuous"] * 3}, "3 routings for 2 features"),
         ({"routing": "continuous", "block_sizes": None}, "block_sizes is None"),
         ({"lengths": torch.tensor([1, 2, 3])}, "3 lengths do not divide by 2"),

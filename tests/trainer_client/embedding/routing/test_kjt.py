@@ -182,12 +182,13 @@ def test_ownership_are_named_and_checked() -> None:
         ({"dist_type": "other"}, "'other'"),
         ({"dist_type": "roundrobin", "seed": 1}, "no hash"),
         ({"dist_type": "hash_roundrobin", "seed": -1}, "seed is -1"),
+        ({"dist_type": "hash_roundrobin", "seed": 1.5}, "seed is 1.5"),
         ({"dist_type": "hash_roundrobin", "seed": 2**64}, "seed is 18446744073709551616"),
     ):
         with pytest.raises(ValueError, match=message):
             Routing(**arguments)  # type: ignore[arg-type]
     for other in ("other", ["roundrobin"], None):
         with pytest.raises(ValueError, match="choose one of continuous, roundrobin"):
-            as_routing(other)  # type: ignore[arg-type]
+            owners(torch.zeros(1, dtype=torch.int64), other, world_size=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="float32"):
         owners(torch.ones(2), roundrobin(), world_size=2)

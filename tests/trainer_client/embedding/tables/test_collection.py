@@ -144,6 +144,7 @@ def test_batches_that_do_not_fit_are_refused_in_one_process(table: RoutedTable, 
 def test_declarations_that_contradict_themselves_are_refused() -> None:
     changes: list[tuple[dict[str, Any], str]] = [
         ({"embedding_dim": 0}, "embedding_dim is 0"), ({"pooling": "max"}, "'max'"), ({"capacity": 0}, "capacity is 0"),
+        ({"num_embeddings": 2.5}, "num_embeddings is 2.5"), ({"features": "f"}, "features is 'f'"),
     ]  # fmt: skip
     for change, message in changes:
         with pytest.raises(ValueError, match=message):
