@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1789, 2000),
     "trainer_client": (21278, 15000),
     "trainer_client/balancing": (10957, 8000),
-    "tests": (27244, 20000),
+    "tests": (27235, 20000),
     "benchmarks": (8152, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
