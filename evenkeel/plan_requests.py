@@ -1,48 +1,25 @@
-"""Plan requests as people write them: short topologies, quantities with units, plan files, no field twice."""
+"""Plan requests as people write them: short topologies, plan files, no field twice."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from decimal import Decimal
+from dataclasses import replace
 from typing import Any
 
-from evenkeel.placement import InvalidInputError, PlanRequest, SolverOptions, Step, Table, Topology, parse_topology
-from evenkeel.placement.fields import decode, encode, hints
+from evenkeel.placement import InvalidInputError, PlanRequest, parse_topology
+from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.invalid_input import require
 from evenkeel.placement.plan_file import FORMAT, MOST_MEASURED, MeasuredPlan, corrected_profile
 
 DEFAULT_RESERVE = 0.15
 """Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""
 
-_UNITS = {"": 1, **dict(zip("KMBGT", (10**3, 10**6, 10**9, 10**9, 10**12), strict=True))}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MOST_DIGITS = 400
-QUANTITY = re.compile(r"([-+]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)(K|M|B|G|T|KiB|MiB|GiB|TiB)?$")
-
-
-def _numeric(cls: type) -> set[str]:
-    kinds = ((name.name, str(hints(cls)[name.name])) for name in fields(cls))
-    return {name for name, kind in kinds if "int" in kind or "float" in kind}
-
-
-_NUMERIC = set[str]().union(*map(_numeric, (Table, Topology, Step, SolverOptions)))
-_NUMERIC |= {"points", "host_points", "lookups_per_step", "exponent"}
-
-
-def quantity(text: str) -> int | float | None:
-    """The number that a text such as `400M`, `4e8`, `1.5B` or `139GiB` says, whole where it is; `None` for others."""
-    found = QUANTITY.match(text)
-    if found is None:
-        return None
-    number = Decimal(found[1].replace("_", "")) * _UNITS[found[2] or ""]
-    return int(number) if number == number.to_integral_value() else float(number)
 
 
 def parse_json(text: str | bytes, where: str = "") -> Any:
-    """The value of a JSON text; `"40M"` is a number where one is wanted.
+    """The value of a JSON text.
 
     Args:
         text: The text.
@@ -60,7 +37,7 @@ def parse_json(text: str | bytes, where: str = "") -> Any:
         for name, value in pairs:
             if name in made:
                 doubled.setdefault(id(made), (made, name))
-            made[name] = _number(value) if name in _NUMERIC and isinstance(value, str) else value
+            made[name] = value
         return made
 
     value = json.loads(text, object_pairs_hook=construct, parse_int=_whole)
@@ -85,12 +62,6 @@ def _refuse_doubles(value: object, doubled: Mapping[int, tuple[object, str]], pa
     elif isinstance(value, list):
         for number, item in enumerate(value):
             _refuse_doubles(item, doubled, f"{path.removesuffix('.')}[{number}].")
-
-
-def _number(text: str) -> Any:
-    """A quantity with a unit; digits in quotes stay a text, which no number is."""
-    number = quantity(text) if text[-1:].isalpha() else None
-    return text if number is None else number
 
 
 def unpacked(

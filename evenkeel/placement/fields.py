@@ -1,7 +1,8 @@
 """What values the fields of a dataclass may have, said once: in its annotations.
 
 `check_fields` holds whoever makes an object to them, `decode` whoever sends one as JSON, with errors that name the
-field; whoever describes the fields (the service's OpenAPI document) reads the same annotations.
+field; both take `"40M"` and `"12GiB"` where a number is wanted. Whoever describes the fields (the service's OpenAPI
+document) reads the same annotations.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import string
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import Enum
 from functools import cache
 from typing import Any, TypeAlias, TypeVar, cast
@@ -22,6 +25,9 @@ import numpy as np
 from evenkeel.placement.invalid_input import InvalidInputError, require
 
 T = TypeVar("T")
+_UNITS = {"": 1, **dict(zip("KMBGT", (10**3, 10**6, 10**9, 10**9, 10**12), strict=True))}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_QUANTITY = re.compile(r"([-+]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)(K|M|B|G|T|KiB|MiB|GiB|TiB)?$")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -222,7 +228,19 @@ def _member(hints: tuple[Any, ...], value: Any, path: str) -> Any:
     return _value(members[0], value, path)
 
 
+def quantity(text: str) -> int | float | None:
+    """The number that a text such as `400M`, `4e8`, `1.5B` or `139GiB` says, whole where it is; `None` for others."""
+    found = _QUANTITY.match(text)
+    if found is None:
+        return None
+    number = Decimal(found[1].replace("_", "")) * _UNITS[found[2] or ""]
+    return int(number) if number == number.to_integral_value() else float(number)
+
+
 def _scalar(hint: Any, value: Any, path: str) -> Any:
+    if hint in (int, float) and isinstance(value, str) and not set(value).isdisjoint(string.ascii_letters):
+        number = quantity(value)  # digits in quotes stay a text, which no number is
+        value = value if number is None else number
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     quotes = ', without quotes unless it has a unit, as "400M" or "12GiB"' if isinstance(value, str) else ""
     if hint is float:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from evenkeel.placement import InvalidInputError
-from evenkeel.plan_requests import QUANTITY, parse_json, quantity
+from evenkeel.plan_requests import parse_json
 
 _MOST = 256 << 20
 """Bytes of a file that is read: more than any request that a service takes."""
@@ -49,14 +49,10 @@ def _yaml(path: Path, text: str) -> object:
     if text.lstrip().startswith(("{", "[")):  # JSON of another name: YAML knows not all of its escapes
         with contextlib.suppress(json.JSONDecodeError):
             return parse_json(text, str(path))
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        remedy = "install pyyaml, or give a .json file"
-        raise InvalidInputError(str(path), path.suffix, "needs pyyaml to be read", remedy) from None
+    import yaml
 
     class Loader(yaml.SafeLoader):
-        """Takes 400M, 4e8 and 139GiB for numbers, and no field twice."""
+        """Takes no field twice."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             names: set[str] = set()
@@ -69,13 +65,6 @@ def _yaml(path: Path, text: str) -> object:
             made: dict[object, object] = super().construct_mapping(node, deep)
             return made
 
-    def construct(loader: Loader, node: yaml.ScalarNode) -> int | float:
-        number = quantity(str(loader.construct_scalar(node)))
-        assert number is not None, "the resolver matches what can be read"
-        return number
-
-    Loader.add_implicit_resolver("!quantity", QUANTITY, list("-+0123456789"))
-    Loader.add_constructor("!quantity", construct)
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
