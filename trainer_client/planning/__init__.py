@@ -9,7 +9,6 @@ from trainer_client.planning.applying import (
     dynamicemb_constraints,
     fused_params,
     load_sharding_plan,
-    miss_curve,
     parameter_constraints,
     sharding_plan,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "dynamicemb_constraints",
     "fused_params",
     "load_sharding_plan",
-    "miss_curve",
     "parameter_constraints",
     "plan_model",
     "sharding_plan",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from evenkeel.placement import InvalidInputError, MissCurve, Plan, PlanRequest
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest
 from evenkeel.placement.application import (
     dynamicemb_lines,
     fused_params_lines,
@@ -122,22 +122,3 @@ def load_sharding_plan(path: str | Path, model: nn.Module | None = None, *, devi
         module = sharding_plan_module(content.request, content.plan, "plan", device=device)
     found: ShardingPlan = _run([module])["plan"]
     return found
-
-
-_CURVE = tuple((step + 1) / 50 for step in range(50))
-
-
-def miss_curve(statistics: Any, lookups_per_step: float) -> MissCurve:
-    """The planner's miss curve from TorchRec's `CacheStatistics`.
-
-    Args:
-        statistics: A `CacheStatistics`: `expected_lookups` (distinct values in a global batch) and
-            `expected_miss_rate(load_factor)`.
-        lookups_per_step: Lookups of a global batch, repeated keys included.
-
-    Raises:
-        InvalidInputError: If the statistics contradict each other.
-    """
-    rates = tuple(min(1.0, max(0.0, float(statistics.expected_miss_rate(fraction)))) for fraction in _CURVE)
-    unique = float(statistics.expected_lookups) / lookups_per_step if lookups_per_step > 0 else 1.0
-    return MissCurve(cache_fractions=_CURVE, miss_rates=rates, unique_fraction=min(1.0, unique))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenkeel.key_statistics import KeyTrace, loads, merge
+from evenkeel.key_statistics.sampler import unhashed
 from evenkeel.placement import (
     DataType,
     InvalidInputError,
@@ -33,6 +34,7 @@ from evenkeel.placement import (
     plan,
 )
 from evenkeel.placement.access import popularity
+from evenkeel.placement.application import TORCHREC_KERNELS
 from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, seconds_by_mode
 from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.request import with_time
@@ -44,6 +46,8 @@ _LEARNING_RATE = 0.01
 _DENSE_WIDTH = {"cuda": 2048, "cpu": 256}
 _PROFILED_STEPS = 16
 _BLOCK_STEPS = 4
+_SPREAD = 2_654_435_761
+"""A prime by which keys come to be all over a table."""
 
 Batch = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By table, the values and the (features * samples,) lengths of its features."""
@@ -284,11 +288,12 @@ def wait(device: torch.device) -> None:
 
 
 def drawn_batches(
-    request: PlanRequest, count: int, *, traces: Mapping[str, KeyTrace] | None = None, seed: int = 0
+    request: PlanRequest, count: int = 64, *, traces: Mapping[str, KeyTrace] | None = None, seed: int = 0
 ) -> list[Batch]:
     """Keys of one rank: those that were traced, and of other tables drawn by their popularity.
 
-    Of a traced step that is larger than a rank's, a part is taken; a sampled key stands for several. Keys of a table of
+    Of a traced step that is larger than a rank's, a part is taken; where a sample of the keys was followed, each stands
+    for several. Keys of a table of
     which only a miss curve is known are drawn from a Zipf law.
     """
     draw = np.random.default_rng(seed)
@@ -311,28 +316,25 @@ def _drawn(table: Table, count: int, draw: np.random.Generator) -> Any:
     ends = np.cumsum(law.keys)
     bins = draw.choice(len(law.keys), count, p=law.keys * law.probability / (law.keys @ law.probability))
     ranks = (ends[bins] - draw.random(count) * law.keys[bins]).astype(np.int64)
-    return np.clip(ranks, 0, table.rows - 1) * 2_654_435_761 % table.rows
+    return np.clip(ranks, 0, table.rows - 1) * _SPREAD % table.rows
 
 
 def _replayed(trace: KeyTrace, table: Table, count: int, number: int, draw: np.random.Generator) -> Any:
     low, high = np.searchsorted(trace.step, [number % trace.steps, number % trace.steps + 1])
-    keys = np.repeat(trace.key[low:high], trace.times[low:high])
+    keys = np.repeat(unhashed(trace.key[low:high]), trace.times[low:high])
     if not len(keys):
-        return np.zeros(0, dtype=np.int64)
+        return keys
     keys = draw.permutation(np.resize(keys, max(count, len(keys))))[:count]
-    several = draw.integers(0, max(1, round(1 / trace.share)), len(keys)).astype(np.uint64)
-    found: Any = ((keys + several * np.uint64(0x9E3779B97F4A7C15)) % np.uint64(table.rows)).astype(np.int64)
-    return found
+    several = draw.integers(0, max(1, round(1 / trace.share)), len(keys))
+    return (keys + several * _SPREAD) % table.rows
 
 
 _SEARCH_S = 2.0
 """Time limit of the search for each of the plans to compare with."""
 _MISSES = {2.0: "misses twice as slow", 0.5: "misses half as slow"}
 """Plans for other costs: what is best if the profile is off."""
-_BATCHES = 64
 _NOISE = 1.01
-_KERNELS = {"fused": Mode.HBM_ONLY, "dense": Mode.HBM_ONLY, "fused_uvm": Mode.HOST_ONLY}
-_KERNELS["fused_uvm_caching"] = Mode.CACHING
+_MODES = {"dense": Mode.HBM_ONLY} | {kernel: mode for mode, kernel in TORCHREC_KERNELS.items()}
 _DEFAULT_LOAD_FACTOR = 0.2
 """Of FBGEMM, where TorchRec's planner names none."""
 
@@ -384,9 +386,9 @@ def as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
     tables = []
     for table in request.tables:
         given = parameters.get(table.name)
-        if given is None or given.sharding_type not in set(Sharding) or given.compute_kernel not in _KERNELS:
+        if given is None or given.sharding_type not in set(Sharding) or given.compute_kernel not in _MODES:
             return None
-        mode = _KERNELS[given.compute_kernel]
+        mode = _MODES[given.compute_kernel]
         factor = getattr(given.cache_params, "load_factor", None) or _DEFAULT_LOAD_FACTOR
         blocks = {shard.shard_offsets[1] for shard in given.sharding_spec.shards} if given.sharding_spec else {0}
         ratio = factor if mode is Mode.CACHING else None
@@ -406,7 +408,7 @@ def torchrecs_parameters(request: PlanRequest, device: torch.device) -> dict[str
 
     machines = request.topology
     free = machines.hbm_budget - request.profile.costs(request.runtime).workspace_bytes
-    kernels = [name for name in _KERNELS if name != "dense"] if device.type == "cuda" else None
+    kernels = list(TORCHREC_KERNELS.values()) if device.type == "cuda" else None
     planner = EmbeddingShardingPlanner(
         topology=TorchRecTopology(
             world_size=machines.ranks,
@@ -566,6 +568,6 @@ def check_request(request: PlanRequest, ranks: int) -> None:
 def race_of_file(device: torch.device, content: PlanFile, statistics: Sequence[Path], seconds: float) -> PlanFile:
     """The quickest of a file's plan and its contenders, by the keys of files of statistics. Collective."""
     traces: Mapping[str, KeyTrace] = merge(loads(path.read_bytes()) for path in statistics)
-    drawn = drawn_batches(content.request, _BATCHES, traces=traces, seed=dist.get_rank())
+    drawn = drawn_batches(content.request, traces=traces, seed=dist.get_rank())
     quickest, measured = run_race(content.request, content.plan, drawn, device, seconds=seconds)
     return replace(content, plan=quickest, measured=measured)

@@ -12,7 +12,16 @@ from torch import nn
 from evenkeel.placement import DataType, InvalidInputError, Optimizer, Sharding, Table
 from evenkeel.placement.access import Access, Zipf
 
-_TOLD = {"name", "rows", "dim", "data_type", "features", "pooled", "weighted"}  # by the configuration of a table
+_TOLD = {
+    "name",
+    "rows",
+    "dim",
+    "data_type",
+    "features",
+    "pooled",
+    "weighted",
+    "group",
+}  # by the configuration of a table
 _TYPES = {"FP32": DataType.FLOAT32, "FP16": DataType.FLOAT16, "BF16": DataType.BFLOAT16}
 _SERVED = ("INT8", "UINT8", "INT4", "INT2")
 
@@ -41,13 +50,21 @@ def describe_configs(
     Raises:
         InvalidInputError: If no runtime trains a table's data type, or statistics are of a table that is not there.
     """
-    configs = list(configs)
-    names = {config.name for config in configs}
+    owned = [(config, {"group": group, "weighted": weighted}) for config in configs]
+    return _tables(owned, ids_per_sample or {}, access or {}, {"optimizer": optimizer, **same})
+
+
+def _tables(
+    owned: Sequence[tuple[Any, dict[str, Any]]],
+    ids_per_sample: Mapping[str, float],
+    access: Mapping[str, Access],
+    same: dict[str, Any],
+) -> tuple[Table, ...]:
+    """Tables of configurations, each with the fields that its module gives it, beside those that all share."""
+    names = sorted(config.name for config, _ in owned)
     for what, given in (("ids_per_sample", ids_per_sample), ("access", access)):
-        for name in given or {}:
-            remedy = f"use one of: {', '.join(sorted(names))}"
-            if name not in names:
-                raise InvalidInputError(f"{what}[{name!r}]", name, "is no table", remedy)
+        for name in sorted(given.keys() - set(names)):
+            raise InvalidInputError(f"{what}[{name!r}]", name, "is no table", f"use one of: {', '.join(names)}")
     for field, value in same.items():
         if field in _TOLD:
             raise InvalidInputError(field, value, "is told by the model", "leave it out")
@@ -55,24 +72,19 @@ def describe_configs(
             remedy = f"use some of: {', '.join(sorted(set(Table.__dataclass_fields__) - _TOLD))}"
             raise InvalidInputError(field, value, "is no field of a table", remedy)
     tables = []
-    for config in configs:
+    for config, own in owned:
         features = max(1, len(config.feature_names))
-        tables.append(
-            Table(
-                name=config.name,
-                rows=config.num_embeddings,
-                dim=config.embedding_dim,
-                data_type=_data_type(config),
-                features=features,
-                ids_per_sample=float((ids_per_sample or {}).get(config.name, features)),
-                access=(access or {}).get(config.name, Zipf()),
-                optimizer=optimizer,
-                pooled=hasattr(config, "pooling"),
-                weighted=weighted,
-                group=group,
-                **same,
-            )
-        )
+        fields = {
+            "name": config.name,
+            "rows": config.num_embeddings,
+            "dim": config.embedding_dim,
+            "data_type": _data_type(config),
+            "features": features,
+            "ids_per_sample": float(ids_per_sample.get(config.name, features)),
+            "access": access.get(config.name, Zipf()),
+            "pooled": hasattr(config, "pooling"),
+        }
+        tables.append(Table(**{**same, **own, **fields}))
     return tuple(tables)
 
 
@@ -116,28 +128,18 @@ def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
     Raises:
         InvalidInputError: If `describe_configs` would, or a table is in two modules.
     """
-    for field in ("group", "weighted"):
-        if field in options:
-            raise InvalidInputError(field, options[field], "is told by the model", "leave it out")
-    found: dict[str, Table] = {}
-    given: dict[str, Any] = {what: dict(options.pop(what, None) or {}) for what in ("ids_per_sample", "access")}
+    ids_per_sample, access = (options.pop(what, None) or {} for what in ("ids_per_sample", "access"))
+    owned: list[tuple[Any, dict[str, Any]]] = []
+    paths: dict[str, str] = {}
     for path, module in embedding_modules(model):
-        configs = module_configs(module)
-        names = {config.name for config in configs}
-        weighted = bool(getattr(module, "is_weighted", bool)())
-        own: dict[str, Any] = {
-            what: {name: value for name, value in by.items() if name in names} for what, by in given.items()
-        }
+        own: dict[str, Any] = {"group": path, "weighted": bool(getattr(module, "is_weighted", bool)())}
         if "sharding" in options and _is_managed(model.get_submodule(path)):
             own["sharding"] = _by_rows(path, options["sharding"])
-        for table in describe_configs(configs, group=path, weighted=weighted, **{**options, **own}):
-            if table.name in found:
-                raise InvalidInputError(table.name, path, "is in two modules", "give tables names of their own")
-            found[table.name] = table
-    for what, by in given.items():
-        for name in sorted(by.keys() - found.keys()):
-            raise InvalidInputError(f"{what}[{name!r}]", name, "is no table", f"use one of: {', '.join(sorted(found))}")
-    return tuple(found.values())
+        for config in module_configs(module):
+            if paths.setdefault(config.name, path) != path:
+                raise InvalidInputError(config.name, path, "is in two modules", "give tables names of their own")
+            owned.append((config, own))
+    return _tables(owned, ids_per_sample, access, {"optimizer": Optimizer.ADAM, **options})
 
 
 def embedding_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

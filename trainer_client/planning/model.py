@@ -34,7 +34,7 @@ from evenkeel.plan_requests import DEFAULT_RESERVE
 from evenkeel.planner_client import PlannerClient
 from trainer_client.checks import is_whole
 from trainer_client.planning.applying import dynamicemb_constraints, parameter_constraints, sharding_plan
-from trainer_client.planning.clock import Batch, drawn_batches, run_race
+from trainer_client.planning.clock import drawn_batches, run_race
 from trainer_client.planning.collective import all_or_none, from_first, group_size, in_group, process_group
 from trainer_client.planning.describe import (
     describe_model,
@@ -56,8 +56,6 @@ _OPTIMIZERS = {
     "Adagrad": Optimizer.ADAGRAD,
     "RowWiseAdagrad": Optimizer.ROWWISE_ADAGRAD,
 }
-_DRAWN = 32
-"""Batches for the clock where none are given."""
 _DENSE_COPIES = 4
 """Of the dense parameters: themselves, their gradients and two moments of Adam."""
 _DENSE_PARAMETERS = "an optimizer of in_backward_optimizer_filter(parallel.named_parameters())"
@@ -149,7 +147,7 @@ def plan_model(
         max_batches: Most batches to read on a rank; by default 200, or those of 16 steps where the job will have more
             ranks than plan for it.
         clock: Seconds for which each of the best few plans and of the trivial ones trains on all ranks, with the keys
-            of `batches`; the quickest is taken. Making their tables takes its time on top. None asks the model alone.
+            that were counted; the quickest is taken. Making their tables takes its time on top. None asks the model.
         dense_ms: Milliseconds of a step that the GPU works beside the tables. Where they are not known, the time of the
             tables' kernels decides.
         planner: Whom to ask; the planner that `EVENKEEL_PLANNER` names, or none, by default.
@@ -166,10 +164,14 @@ def plan_model(
         PlannerError: If the service refused or could not be reached, on rank 0; the other ranks raise `RuntimeError`.
     """
     _check_models(model, group)
-    all_or_none(lambda: _check_numbers(samples_per_rank, max_batches), group)
-    place, ranks = all_or_none(lambda: (_device(device), _ranks(topology, group)), group)
-    keep = clock is not None
-    observed = observe(model, batches, ranks=ranks, most=max_batches, samples=samples_per_rank, keep=keep, group=group)
+
+    def settle() -> tuple[torch.device, int]:
+        if max_batches is not None and (not is_whole(max_batches) or max_batches < 1):
+            raise InvalidInputError("max_batches", max_batches, "is no number of batches", "use 1 or more")
+        return _device(device), _ranks(topology, group)
+
+    place, ranks = all_or_none(settle, group)
+    observed = observe(model, batches, ranks=ranks, most=max_batches, samples=samples_per_rank, group=group)
     samples = observed.samples or samples_per_rank
 
     def make() -> tuple[PlanRequest, Plan, tuple[str, ...]]:
@@ -217,8 +219,8 @@ def plan_model(
     measured: tuple[MeasuredPlan, ...] = ()
     if clock is not None:
         with process_group(place):
-            own = all_or_none(lambda: _batches(model, request, observed, group), group)
-            plan, measured = run_race(request, plan, own, place, seconds=clock, group=group)
+            drawn = drawn_batches(request, traces=observed.traces, seed=dist.get_rank(group))
+            plan, measured = run_race(request, plan, drawn, place, seconds=clock, group=group)
     whole, constraints = None, None
     if request.runtime is Runtime.TORCHREC:
         ahead = device is None and not in_group() and request.topology.hbm_bytes > 0
@@ -240,30 +242,6 @@ def plan_model(
         notes=notes,
         measured=measured,
     )
-
-
-def _batches(
-    model: nn.Module, request: PlanRequest, observed: Observed, group: dist.ProcessGroup | None
-) -> Sequence[Batch]:
-    """Keys for the clock: those of this rank's batches; drawn ones where it has none, or they lack a feature."""
-    names = features_of(model)
-    made: list[Batch] = []
-    for batch in observed.batches:
-        features = {name: keys for each in batch for name, keys in each.to_dict().items()}
-        if not all(feature in features for each in names.values() for feature in each):
-            made = []
-            break
-        made.append(
-            {
-                table: (
-                    torch.cat([features[feature].values().to(torch.int64) for feature in each]),
-                    torch.cat([features[feature].lengths().to(torch.int64) for feature in each]),
-                )
-                for table, each in names.items()
-            }
-        )
-    rank = dist.get_rank(group)
-    return made or drawn_batches(request, _DRAWN, traces=observed.traces, seed=rank)
 
 
 def _check_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -288,14 +266,6 @@ def _check_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 def _ranks(topology: Topology | str | None, group: dist.ProcessGroup | None) -> int:
     machines = parse_topology(topology)[1] if isinstance(topology, str) else topology
     return group_size(group) if machines is None else machines.ranks
-
-
-def _check_numbers(samples_per_rank: object, max_batches: int | None) -> None:
-    if samples_per_rank is not None and not isinstance(samples_per_rank, int | float):
-        remedy = "give the samples of a batch on one rank"
-        raise InvalidInputError("samples_per_rank", samples_per_rank, "is no number", remedy)
-    if max_batches is not None and (not is_whole(max_batches) or max_batches < 1):
-        raise InvalidInputError("max_batches", max_batches, "is no number of batches", "use 1 or more")
 
 
 def _device(device: torch.device | str | None) -> torch.device:

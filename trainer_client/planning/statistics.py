@@ -234,11 +234,10 @@ def _fetched(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What batches of all ranks showed: the same on all, but for `batches`.
+    """What batches of all ranks showed, the same on all.
 
     Attributes:
         traces: Key statistics by table; none of tables whose features no batch has.
-        batches: `KeyedJaggedTensor`s of this rank's batches, where they are kept.
         samples: Samples of a batch on the rank with the largest ones; 0 where nothing showed, or they are said.
         missing: Features of tables that no batch has.
         passed_over: Features of batches that belong to no table.
@@ -246,7 +245,6 @@ class Observed:
     """
 
     traces: Mapping[str, KeyTrace]
-    batches: Sequence[Sequence[Any]] = ()
     samples: int = 0
     missing: frozenset[str] = frozenset()
     passed_over: tuple[str, ...] = ()
@@ -260,7 +258,6 @@ def observe(
     ranks: int,
     most: int | None,
     samples: int | None,
-    keep: bool,
     group: dist.ProcessGroup | None,
 ) -> Observed:
     """Read the batches of all ranks that have some. Collective where there is a group."""
@@ -273,7 +270,6 @@ def observe(
     room = _REFERENCES * group_size(None) // len(bringing)
     given = batches if isinstance(batches, KeyStatistics) else None
     statistics = all_or_none(lambda: given or KeyStatistics(model, max_references=room), group)
-    kept: list[list[Any]] = []
 
     def local() -> tuple[int, frozenset[str], frozenset[str]]:
         if isinstance(batches, KeyStatistics):
@@ -282,8 +278,6 @@ def observe(
         for found in () if batches is None else _read(batches, count):
             statistics.observe(*found)
             largest = max(largest, *(int(keys.stride()) for keys in found))
-            if keep:
-                kept.append([keys.to(torch.device("cpu")) for keys in found])
         return largest, *statistics.unmatched_features()
 
     seen = [one for one, brought in zip(on_all(local, group), brings, strict=True) if brought]
@@ -297,7 +291,6 @@ def observe(
         notes += (f"largest batches have {shown} samples: all ranks are planned with the most",)
     return Observed(
         traces=statistics.gather(group),
-        batches=kept,
         samples=max(sizes) if samples is None else 0,
         missing=frozenset.intersection(*missing),
         passed_over=tuple(sorted(frozenset.union(*passed_over))),

@@ -243,7 +243,7 @@ def _bring(rank: int) -> None:
         plan_model(Model(rows=900 + rank), batches())
     with pytest.raises(InvalidInputError, match="max_batches: is no number of batches"):
         plan_model(Model(), batches(), max_batches=-1 if rank == 1 else None)
-    with pytest.raises(InvalidInputError, match="samples_per_rank: is no number"):
+    with pytest.raises(InvalidInputError, match="samples_per_rank: is not a whole number"):
         plan_model(Model(), samples_per_rank="many" if rank == 0 else 16)  # type: ignore[arg-type]
 
 

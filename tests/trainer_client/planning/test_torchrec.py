@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec.distributed.types import CacheStatistics
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 
 from evenkeel.placement import (
@@ -31,7 +30,6 @@ from trainer_client.planning import (
     describe_model,
     dynamicemb_constraints,
     fused_params,
-    miss_curve,
     parameter_constraints,
 )
 
@@ -175,22 +173,3 @@ def test_a_plan_in_which_nothing_fits_says_so_when_it_is_applied(runtime: Runtim
     said = r"plan\.status: holds no placements: .*HBM on every GPU.*give more memory"
     with pytest.raises(InvalidInputError, match=said):
         apply(request, plan(request))
-
-
-class _Statistics(CacheStatistics):
-    @property
-    def expected_lookups(self) -> float:
-        return 300.0
-
-    def expected_miss_rate(self, clf: float) -> float:
-        return (1 - clf) ** 2
-
-    @property
-    def cacheability(self) -> float:
-        return 0.3
-
-
-def test_torchrecs_cache_statistics_are_taken() -> None:
-    curve = miss_curve(_Statistics(), 1000.0)
-    assert curve.unique_fraction == 0.3
-    assert curve.miss_rates[24] == pytest.approx(0.25)
