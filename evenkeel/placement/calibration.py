@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from evenkeel.placement.access import Access, power_law
-from evenkeel.placement.fields import decode
+from evenkeel.placement.fields import Checked, Range, Share, decode
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, profile_of
 from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topology
@@ -34,19 +34,13 @@ from evenkeel.placement.whole_step import (
 T = TypeVar("T")
 FloatArray = npt.NDArray[np.float64]
 
-PRIOR = RuntimeCosts(
-    hbm_fixed_s=1e-3, caching_fixed_s=2e-3, host_fixed_s=2e-3, miss_factor=1.5, contention_rows=3.0, hybrid_hit=0.1
-)
-"""Where a fit starts, and what it keeps of what the measurements do not tell: round figures, a cache or host memory
-launching about twice what HBM alone does."""
-
 _OF_ANOTHER_GPU, _OF_THIS_GPU = 0.15, 2.0
 """What it costs a fit to leave a prior of round figures or of another GPU, and that of the same kind of GPU. The latter
 was fitted to more shapes than `evenkeel calibrate` measures, each of which is off by as much as machines differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredStep:
+class MeasuredStep(Checked):
     """A step of a module of equal tables on one GPU, as `trainer_client.planning.measuring` writes it.
 
     Attributes:
@@ -62,8 +56,8 @@ class MeasuredStep:
     """
 
     mode: Mode
-    ratio: float
-    seconds: float
+    ratio: Share
+    seconds: Annotated[float, Range(0, 3600, above=True)]
     tables: int
     rows: int
     dim: int
@@ -190,7 +184,7 @@ def fit_costs(
     profile: HardwareProfile,
     runtime: Runtime,
     steps: Sequence[MeasuredStep],
-    prior: RuntimeCosts = PRIOR,
+    prior: RuntimeCosts,
     *,
     weight: float = _OF_ANOTHER_GPU,
 ) -> RuntimeCosts:
@@ -201,14 +195,7 @@ def fit_costs(
     what it is off by, `weight` times as much as a measurement that is off by the same factor: measurements decide
     where they tell anything, and the rest follows. What no measurement bears on keeps its ratio to the others. With
     TorchRec tables in host memory cost a factor on their rows instead of a fixed time of their own.
-
-    Raises:
-        InvalidInputError: If there is no measurement, or one is not positive.
     """
-    require(len(steps) > 0, "steps", 0, "are none", "measure at least one mode")
-    for index, step in enumerate(steps):
-        ok = math.isfinite(step.seconds) and step.seconds > 0
-        require(ok, f"steps[{index}].seconds", step.seconds, "is no time", "give a positive number")
     predicted, scale_host = [predictor(profile, runtime, step) for step in steps], runtime is Runtime.TORCHREC
     factors = ["miss_factor", "contention_rows", "hybrid_hit", *(["host_factor"] if scale_host else [])]
     ratios = ["caching_fixed_s", *([] if scale_host else ["host_fixed_s"])]

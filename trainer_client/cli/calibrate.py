@@ -29,7 +29,7 @@ def calibrate(
 ) -> None:
     """Measure this machine and write its hardware profile.
 
-    Measures random gathers from HBM and host memory by row width, the link, TorchRec's kernels by themselves and whole
+    Measures random gathers from HBM and host memory by row width, TorchRec's kernels by themselves and whole
     steps with the host's part where it is installed, and fits the constants of the cost model to them.
     """
     from evenkeel.placement import Runtime, builtin_profile

@@ -1,4 +1,4 @@
-"""What a machine takes for embedding tables: random gathers, the link, kernels by themselves, and the host's part."""
+"""What a machine takes for embedding tables: random gathers, kernels by themselves, and the host's part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer_client.planning.collective import process_group, run_on_ranks
 
 ROW_BYTES = (128, 512, 2048)
 _K, _M = 1 << 10, 1 << 20
-_BATCHES, _BLOCKS = 64, 5
+_BLOCKS = 5
 _TWO = TablePart(count=2, rows=4 * _M, dim=128, ids=32, pooled=False)
 _BAGS = TablePart(count=4, rows=256 * _K, dim=64)
 _ROWS = TablePart(count=2, rows=256 * _K, dim=64, ids=10, pooled=False)
@@ -118,7 +118,7 @@ def measure(
     repeats: int = 15,
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Gathers, the link and, on a GPU with TorchRec, kernels by themselves, as plain values."""
+    """Gathers and, on a GPU with TorchRec, kernels by themselves, as plain values."""
     device = torch.device(device_name)
     cuda = device.type == "cuda"
     result: dict[str, Any] = {
@@ -132,11 +132,6 @@ def measure(
     for name, from_host in (("hbm_gather", False), ("host_gather", True)):
         progress(f"random gathers, {name}")
         result[name] = list(gather_rates(device, from_host=from_host, **sizes))
-    progress("the link")
-    host = torch.zeros(table_bytes // 4, dtype=torch.uint8, device="cpu", pin_memory=cuda)
-    there = torch.empty_like(host, device=device)
-    seconds = median_seconds(lambda: there.copy_(host, non_blocking=True), device, repeats)
-    result["link_bytes_per_s"] = len(host) / seconds
     result["kernels"] = {}
     if cuda and can_measure_steps():
         progress("kernels")
@@ -158,7 +153,7 @@ def measure_steps(samples: Sequence[StepSample], device: torch.device, *, second
     records = []
     for sample in (replace(each, ranks=dist.get_world_size()) for each in samples):
         request = request_of(sample)
-        batches = drawn_batches(request, _BATCHES, seed=dist.get_rank())
+        batches = drawn_batches(request, seed=dist.get_rank())
         trial = Trial(request, plan(request), batches, device, dense=DenseWork(0.0, device))
         cached = any(part.mode is Mode.CACHING for part in sample.parts)
         trial.run(seconds if cached else seconds / 10)
