@@ -129,15 +129,8 @@ _Spread = tuple[Table, Placement, tuple[tuple[int, ...], ...], str, str]
 
 def _spread(request: PlanRequest, plan: Plan) -> list[_Spread]:
     found: list[_Spread] = []
-    widths: dict[str, tuple[str, int]] = {}
-    for index, (table, placed) in enumerate(_pairs(request, plan, Runtime.TORCHREC)):
+    for table, placed in _pairs(request, plan, Runtime.TORCHREC):
         blocks = column_blocks(placed, request.topology)
-        if placed.sharding is Sharding.COLUMN_WISE and not table.pooled:
-            width = table.dim // len(blocks)
-            other, known = widths.setdefault(table.group, (table.name, width))
-            what = f"makes blocks of {width} columns, and those of {other!r} in the same collection have {known}"
-            remedy = "TorchRec exchanges sequences of one width: give both the same column_shards"
-            require(width == known, f"tables[{index}].column_shards", len(blocks), what, remedy)
         kernel = "dense" if placed.sharding is Sharding.DATA_PARALLEL else TORCHREC_KERNELS[placed.mode]
         cache = ""
         if placed.mode is Mode.CACHING:
@@ -152,8 +145,7 @@ def torchrec_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """Lines that make `constraints`, TorchRec's by table name, and `fused_params`.
 
     Raises:
-        InvalidInputError: If the plan is for another runtime, has no placements, or cuts the sequence tables of a
-            collection into blocks of different widths, which TorchRec cannot exchange.
+        InvalidInputError: If the plan is for another runtime, or has no placements.
     """
     tables = _spread(request, plan)
     cached = any(cache for *_, cache in tables)

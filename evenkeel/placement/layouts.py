@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum
 from functools import cache
 
 from evenkeel.placement.model import Sharding, Table, Topology
@@ -13,12 +13,12 @@ WIDTH_UNIT = 4
 """Elements that the width of every table and shard is a multiple of in FBGEMM, but for those that are replicated."""
 
 
-class Scope(StrEnum):
+class Scope(IntEnum):
     """What the shards of a table are put on."""
 
-    EVERYWHERE = "everywhere"
-    RANK = "rank"
-    HOST = "host"
+    EVERYWHERE = 0
+    RANK = 1
+    HOST = 2
 
 
 _SCOPES = {

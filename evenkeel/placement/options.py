@@ -21,7 +21,7 @@ from evenkeel.placement.storage import (
     state_bytes,
     torchrec_footprint,
 )
-from evenkeel.placement.timing import RankLoad, buffer_bytes, exchange_seconds, mixing_seconds, mode_seconds
+from evenkeel.placement.timing import RankLoad, buffer_bytes, exchange_seconds, mode_seconds
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -132,10 +132,19 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
     )
 
 
-def mixing(request: PlanRequest, tables: Sequence[Table]) -> float:
-    """Seconds a step that it takes more if some of these tables, which fuse, are cached and others not."""
+def mixing_seconds(request: PlanRequest, tables: Sequence[Table]) -> float:
+    """Seconds a step that it takes more if some of these tables, which fuse, are cached and others not.
+
+    They are then two modules of kernels, whose outputs are copied together and into the order of the tables; gradients
+    take the same way back. Each of these four passes (two without training) reads and writes all output rows.
+    """
+    costs = request.profile.costs(request.runtime)
+    if not costs.second_module_s:
+        return 0.0
     loads = [rank_load(request, table) for table in tables]
-    return mixing_seconds(request.profile, request.profile.costs(request.runtime), loads)
+    passes = 8 if request.step.training else 4
+    rate = max(rate for _, rate in costs.hbm_gather or request.profile.hbm_gather)
+    return costs.second_module_s + passes * sum(load.served * load.output_bytes for load in loads) / rate
 
 
 def table_options(

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Topology
-from evenkeel.placement.problem import EVERYWHERE, ON_HOST, ON_RANK, SLACK, Choice, Problem
+from evenkeel.placement.problem import SLACK, Choice, Problem
 from evenkeel.placement.search import Solution, solve
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,8 +28,6 @@ IntArray = npt.NDArray[np.int64]
 
 _SHARE = 0.3
 """Of the time that is left, for a search that others follow."""
-_TIGHTER = (0.97, 0.9, 0.8)
-"""Parts of the budgets for the average rank where its choice fits on no ranks."""
 _HALVINGS, _CLOSE = 5, 0.003
 """Times that the largest shard is limited, between the bound and what is known, and what these searches prove."""
 _KICKS, _KICKS_A_TABLE, _KICKED = 3_000, 100, 6
@@ -111,9 +111,6 @@ def _at_once(
             best = placed
 
     offer(solution)
-    for part in _TIGHTER:
-        if best is None and not watch.is_over():
-            offer(solve(problem.with_budget(*(part * problem.budget)), watch.part(_SHARE), gap=_CLOSE))
     if best is None:
         return None, replace(solution, proved=False)
     low, high = bound, best.seconds
@@ -140,26 +137,23 @@ def _improved(
     problem: Problem, topology: Topology, start: Placed, prices: FloatArray, watch: Watch, enough: float
 ) -> Placed:
     """The best of placements in which some tables are taken off and put back, again and again."""
-    board, draw = _Board(problem, topology, start.choice, prices), np.random.default_rng(0)
-    board.put_all(start.places)
-    best = here = board.saved()
-    seconds = now = start.seconds
+    best, draw = _Board(problem, topology, start.choice, prices), np.random.default_rng(0)
+    best.put_all(start.places)
+    here, fastest, now = best, start.seconds, start.seconds
     kicks = min(_KICKS, _KICKS_A_TABLE * problem.num_tables)
     for number in range(kicks):
-        if watch.is_over() or seconds <= enough:
+        if watch.is_over() or fastest <= enough:
             break
+        board = here.copy()
         board.kick(draw)
         while board.swap():
             pass
         then = board.slowest()
         if then <= now * (1 + _WORSE * (1 - number / kicks) * draw.random()) and board.fits():
-            here, now = board.saved(), then
-            if now < seconds:
-                best, seconds = here, now
-        else:
-            board.restore(here)
-    board.restore(best)
-    return board.placed()
+            here, now = board, then
+            if now < fastest:
+                best, fastest = here, now
+    return best.placed()
 
 
 def place(problem: Problem, topology: Topology, choice: Choice, prices: FloatArray | None = None) -> Placed | None:
@@ -195,19 +189,12 @@ class _Board:
         for option in choice.tolist():
             self._agree(option, 1)
 
-    def saved(self) -> tuple[Any, ...]:
-        """The state as it is, for `restore`."""
-        return (*(mine.copy() for mine in self._arrays()), self.places.copy(), self.holders.copy(), self.agreed.copy())
-
-    def restore(self, state: tuple[Any, ...]) -> None:
-        """Takes a state that was saved."""
-        *arrays, places, holders, agreed = state
-        for mine, kept in zip(self._arrays(), arrays, strict=True):
-            mine[:] = kept
-        self.places, self.holders, self.agreed = places.copy(), holders.copy(), agreed.copy()
-
-    def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        return self.choice, self.shards, self.scope, self.seconds, self.hbm, self.host
+    def copy(self) -> _Board:
+        """Another one, to change."""
+        other = copy(self)
+        for name in ("choice", "shards", "scope", "places", "seconds", "hbm", "host", "holders", "agreed"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     def placed(self) -> Placed:
         """What it comes to."""
@@ -233,12 +220,12 @@ class _Board:
 
         With prices, a table that fits nowhere takes the cheapest option that does.
         """
-        for table in np.flatnonzero(self.scope == EVERYWHERE).tolist():
+        for table in np.flatnonzero(self.scope == Scope.EVERYWHERE).tolist():
             self._put(table, _NOWHERE)
         if not self.fits():
             return False
-        apart: list[int] = np.flatnonzero(self.scope != EVERYWHERE).tolist()
-        apart.sort(key=lambda table: (self.scope[table] != ON_HOST, -self.shards[table, measure]))
+        apart: list[int] = np.flatnonzero(self.scope != Scope.EVERYWHERE).tolist()
+        apart.sort(key=lambda table: (self.scope[table] != Scope.HOST, -self.shards[table, measure]))
         return all(self._put_somewhere(table) for table in apart)
 
     def _put_somewhere(self, table: int) -> bool:
@@ -270,7 +257,7 @@ class _Board:
         options, slowest = self._cheapest(table), float(self.seconds.max())
         hosts = self.seconds.reshape(-1, self.topology.local_ranks).max(axis=1)
         value, scopes = np.full(len(options), slowest), self.problem.scope[options]
-        for scope, loads in ((ON_RANK, self.seconds), (ON_HOST, hosts)):
+        for scope, loads in ((Scope.RANK, self.seconds), (Scope.HOST, hosts)):
             mine = scopes == scope
             if mine.any():
                 value[mine] = np.sort(loads)[np.minimum(self.problem.pieces[options[mine]], len(loads)) - 1]
@@ -287,7 +274,7 @@ class _Board:
             tried += 1
             spots = self._spots(option)
             if spots is not None:
-                there = self._loads(int(scopes[index]), spots).max()
+                there = self.seconds[self._ranks_and_hosts(int(scopes[index]), spots)[0]].max()
                 peak = max(slowest, float(there + seconds[index])) + float(price[index])
                 best = min(best, (peak, option, spots), key=lambda each: each[0])
         self._choose(table, best[1])
@@ -296,7 +283,7 @@ class _Board:
     def swap(self) -> bool:
         """Lets a piece of the slowest rank change places with one of another rank, if that makes both faster."""
         slow, local = int(self.seconds.argmax()), self.topology.local_ranks
-        whole = np.flatnonzero(self.scope == ON_RANK)
+        whole = np.flatnonzero(self.scope == Scope.RANK)
         numbers = np.repeat(whole, [len(self.places[number]) for number in whole.tolist()])
         where = np.concatenate([_NOWHERE, *(self.places[number] for number in whole.tolist())])
         mine = np.unique(numbers[where == slow])
@@ -327,9 +314,8 @@ class _Board:
         return True
 
     def _is_on(self, table: int, rank: int) -> bool:
-        scope = int(self.scope[table])
-        spot = rank // self.topology.local_ranks if scope == ON_HOST else rank
-        return scope == EVERYWHERE or spot in self.places[table]
+        ranks, _ = self._ranks_and_hosts(int(self.scope[table]), self.places[table])
+        return isinstance(ranks, slice) or rank in ranks
 
     def _put(self, table: int, places: IntArray) -> None:
         self.places[table] = places
@@ -337,24 +323,20 @@ class _Board:
 
     def _add(self, table: int, sign: float = 1.0) -> None:
         """Adds time, HBM and memory of a table at its places, or with -1 takes them away."""
-        scope, places, local = int(self.scope[table]), self.places[table], self.topology.local_ranks
+        ranks, hosts = self._ranks_and_hosts(int(self.scope[table]), self.places[table])
         seconds, hbm, host = sign * self.shards[table]
-        if scope == EVERYWHERE:
-            self.seconds += seconds
-            self.hbm += hbm
-            self.host += host
-            return
-        ranks, hosts = places, places // local
-        if scope == ON_HOST:
-            ranks, hosts = (places[:, None] * local + np.arange(local)).ravel(), places
         np.add.at(self.seconds, ranks, seconds)
         np.add.at(self.hbm, ranks, hbm)
         np.add.at(self.host, hosts, host)
 
-    def _loads(self, scope: int, places: IntArray) -> FloatArray:
-        if scope == ON_HOST:
-            return self.seconds.reshape(-1, self.topology.local_ranks)[places].ravel()
-        return self.seconds if scope == EVERYWHERE else self.seconds[places]
+    def _ranks_and_hosts(self, scope: int, places: IntArray) -> tuple[Any, Any]:
+        """Those that shards at some places are on, as indices."""
+        local = self.topology.local_ranks
+        if scope == Scope.EVERYWHERE:
+            return slice(None), slice(None)
+        if scope == Scope.HOST:
+            return (places[:, None] * local + np.arange(local)).ravel(), places
+        return places, places // local
 
     def _spots(self, option: int) -> IntArray | None:
         """The least loaded places with room for the pieces of a table, apart from each other while there are enough."""
@@ -363,11 +345,11 @@ class _Board:
             int(self.problem.pieces[option]),
             self.problem.shards[option],
         )
-        if scope == EVERYWHERE:
+        if scope == Scope.EVERYWHERE:
             room = (self.hbm.max() + shard[1] <= self.budget[0]) and (self.host.max() + shard[2] <= self.budget[1])
             return _NOWHERE if room else None
         local = self.topology.local_ranks
-        shape = (-1, local) if scope == ON_HOST else (-1, 1)
+        shape = (-1, local) if scope == Scope.HOST else (-1, 1)
         seconds, hbm = self.seconds.reshape(shape).max(axis=1), self.hbm.reshape(shape).max(axis=1)
         rounds = -(-pieces // len(seconds))
         each = np.minimum(np.floor((self.budget[0] - hbm) / max(shard[1], 1e-12)), rounds)
@@ -375,7 +357,7 @@ class _Board:
         found = np.concatenate([order[each[order] > number] for number in range(rounds)])
         if np.isfinite(self.budget[1]) and shard[2] > 0:
             most = np.floor((self.budget[1] - self.host) / shard[2])
-            hosts = found if scope == ON_HOST else found // local
+            hosts = found if scope == Scope.HOST else found // local
             by_host = np.argsort(hosts, kind="stable")
             first = np.searchsorted(hosts[by_host], hosts[by_host])
             number_on_host = np.empty(len(found), dtype=np.int64)

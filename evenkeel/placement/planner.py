@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -94,11 +95,8 @@ def _check_pins(request: PlanRequest, problem: Problem) -> None:
         pinned = [request.tables[i].modes or request.tables[i].ratio is not None for i in priced.tables]
         if not any(pinned) or math.isfinite(priced.price(np.zeros(2))[0]):
             continue
-        low, high = 0, len(pinned)  # the fewest first tables that cannot agree
-        while low + 1 < high:
-            middle = (low + high) // 2
-            agree = math.isfinite(priced.price(np.zeros(2), slice(middle))[0])
-            low, high = (middle, high) if agree else (low, middle)
+        counts = range(1, len(pinned))  # of first tables, the most of which can agree
+        low = bisect_left(counts, True, key=lambda count: math.isinf(priced.price(np.zeros(2), slice(count))[0]))
         index = int(priced.tables[low])
         table = request.tables[index]
         others = (request.tables[i] for i, pin in zip(priced.tables[:low], pinned, strict=False) if pin)

@@ -26,12 +26,12 @@ from evenkeel.placement.options import (
     PAGE,
     Options,
     allowed_modes,
+    mixing_seconds,
     rank_load,
     ratio_grid,
     table_layouts,
     table_options,
 )
-from evenkeel.placement.options import mixing as mixing_time
 from evenkeel.placement.request import PlanRequest
 
 FloatArray = npt.NDArray[np.float64]
@@ -41,8 +41,6 @@ Agreement = tuple[Hashable, float | FloatArray, float | FloatArray]
 """What is agreed on, and two numbers that say what it would be, for each of some options or for all of them."""
 Choice = IntArray
 """(tables,) an option of each."""
-SCOPES = list(Scope)
-EVERYWHERE, ON_RANK, ON_HOST = map(SCOPES.index, (Scope.EVERYWHERE, Scope.RANK, Scope.HOST))
 
 UNIT = float(1 << 20)
 """Bytes in a unit of the solver: sizes are multiples of a page, so units of 1 MiB are exact in floating point."""
@@ -61,7 +59,7 @@ class Problem:
     Attributes:
         starts: (tables + 1,) table `t` has the options from `starts[t]` up to `starts[t + 1]`.
         layout: (options,) how the table is spread.
-        scope: (options,) number of the layout's scope.
+        scope: (options,) the layout's scope.
         pieces: (options,) parts that its width is cut into.
         mode: (options,) its mode.
         ratio: (options,) fraction of the rows that HBM holds; of a shared cache, of all tables that could share it.
@@ -119,7 +117,7 @@ class Problem:
     @property
     def has_shards(self) -> bool:
         """Whether a table may have shards that are not on all ranks."""
-        return bool((self.scope != EVERYWHERE).any())
+        return bool((self.scope != Scope.EVERYWHERE).any())
 
     def least(self, values: FloatArray) -> FloatArray:
         """(tables,) the least of (options,) values."""
@@ -211,7 +209,7 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
         InvalidInputError: If a table has nothing to choose from, or if time is up.
     """
     grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
-    cut_alike = _cut_alike(request)
+    _check_cuts(request)
     fused: dict[object, list[int]] = {}
     for index, table in enumerate(request.tables):
         fused.setdefault(table.fuse_key, []).append(index)
@@ -220,11 +218,11 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
     found: list[_Found] = []
     group, mixing = np.zeros(len(request.tables), dtype=np.int64), np.zeros(len(groups))
     for number, indices in enumerate(groups):
-        own, group[indices] = _group(request, indices, grid, cut_alike, watch), number
+        own, group[indices] = _group(request, indices, grid, watch), number
         found += own
         if request.runtime is Runtime.TORCHREC and indices is not alone:
             mixes = len({each.options.mode is Mode.CACHING for each in own}) > 1
-            mixing[number] = mixing_time(request, [request.tables[index] for index in indices]) if mixes else 0.0
+            mixing[number] = mixing_seconds(request, [request.tables[index] for index in indices]) if mixes else 0.0
     found.sort(key=lambda each: each[:2])  # of options as fast as each other a search takes the first: the narrowest
     layouts = [each.options.layout for each in found]
     sizes = [len(each.options.ratio) for each in found]
@@ -236,7 +234,7 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
     return Problem(
         starts=np.searchsorted(np.repeat([each.table for each in found], sizes), np.arange(len(request.tables) + 1)),
         layout=np.repeat(np.array(layouts, dtype=object), sizes),
-        scope=np.repeat(np.array([SCOPES.index(layout.scope) for layout in layouts], dtype=np.int64), sizes),
+        scope=np.repeat(np.array([layout.scope for layout in layouts], dtype=np.int64), sizes),
         pieces=np.repeat(np.array([layout.pieces for layout in layouts], dtype=np.int64), sizes),
         mode=np.repeat(np.array([each.options.mode for each in found], dtype=object), sizes),
         ratio=ratio,
@@ -262,9 +260,7 @@ class _Found(NamedTuple):
     agreements: list[Agreement]
 
 
-def _group(
-    request: PlanRequest, indices: list[int], grid: FloatArray, cut_alike: frozenset[str], watch: Watch | None
-) -> list[_Found]:
+def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Watch | None) -> list[_Found]:
     """The options of tables with one fuse key, or of all that have no other to fuse with."""
     is_fused = len({request.tables[index].fuse_key for index in indices}) < len(indices)
     pins = [t.ratio for t in (request.tables[index] for index in indices) if t.ratio and t.ratio < 1]
@@ -280,7 +276,7 @@ def _group(
         agreements: list[Agreement] = []
         if is_fused and request.runtime is Runtime.DYNAMICEMB:
             agreements = [(("ratio", table.fuse_key, is_cache), _MODES.index(options.mode), options.ratio)]
-        if sharding is Sharding.COLUMN_WISE and not table.pooled and table.group in cut_alike:
+        if sharding is Sharding.COLUMN_WISE and not table.pooled:
             agreements = [(("columns", table.group), 0, options.dim)]
         if not (shares_caches and is_cache):
             found.append(_Found(index, options.dim if shares_caches else 0, options, agreements))
@@ -400,26 +396,11 @@ def _thinned(grid: FloatArray, tables: int) -> FloatArray:
     return grid if len(grid) <= most else grid[np.unique(np.linspace(0, len(grid) - 1, most).round().astype(np.int64))]
 
 
-def _cut_alike(request: PlanRequest) -> frozenset[str]:
-    """Collections whose sequence tables are cut at one width: not those where widths that are given differ.
-
-    These are refused where a plan is applied. Tables that can only be cut need a width that all of them can have.
-    """
-    if request.runtime is not Runtime.TORCHREC:
-        return frozenset()
-    given: dict[str, set[int]] = {}
-    for table in request.tables:
-        if not table.pooled and Sharding.COLUMN_WISE in table.shardings:
-            widths = given.setdefault(table.group, set())
-            widths |= {table.dim // table.column_shards} if table.column_shards else set()
-    found = frozenset(group for group, widths in given.items() if len(widths) < 2)
+def _check_cuts(request: PlanRequest) -> None:
+    """Refuses sequence tables of one collection that can only be cut, where no width is one that all can have."""
     common: dict[str, tuple[int, set[int]]] = {}
     for index, table in enumerate(request.tables):
-        if (
-            table.pooled
-            or table.group not in found
-            or not set(table.shardings) - _POOLED_ONLY <= {Sharding.COLUMN_WISE}
-        ):
+        if table.pooled or not set(table.shardings) - _POOLED_ONLY <= {Sharding.COLUMN_WISE}:
             continue
         widths = {table.dim // layout.pieces for layout in table_layouts(request, table)}
         first, known = common.get(table.group, (index, widths))
@@ -428,7 +409,6 @@ def _cut_alike(request: PlanRequest) -> frozenset[str]:
         remedy = "TorchRec exchanges sequences of one width: allow row_wise, or make their widths multiples of one"
         shardings = [sharding.value for sharding in table.shardings]
         require(bool(known & widths), f"tables[{index}].sharding", shardings, what, remedy)
-    return found
 
 
 def whole_shards(topology: Topology, layout: Layout) -> FloatArray:

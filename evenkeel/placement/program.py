@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import highspy
 import numpy as np
 import numpy.typing as npt
@@ -50,27 +48,19 @@ class Highs(highspy.Highs):
         return status
 
 
-@dataclass(frozen=True, slots=True)
-class Core:
-    """Outcome of a program over some options.
+def solve_core(
+    problem: Problem, kept: BoolArray, *, gap: float, start: Choice | None, watch: Watch
+) -> tuple[Choice | None, float, bool]:
+    """The cheapest choice among those of the (options,) that are `kept`, to a relative gap.
 
-    Attributes:
-        choice: The options; `None` where none was found.
-        bound: No choice among the options costs less; infinite where there is none.
-        proved: Whether the program was solved to its gap, or proved to have no solution.
+    Returns:
+        The options, `None` where none were found; what no such choice costs less than, infinite where there is none;
+        and whether the program was solved to its gap, or proved to have no solution.
     """
-
-    choice: Choice | None
-    bound: float
-    proved: bool
-
-
-def solve_core(problem: Problem, kept: BoolArray, *, gap: float, start: Choice | None, watch: Watch) -> Core:
-    """The cheapest choice among those of the (options,) that are `kept`, to a relative gap."""
     if len(np.unique(problem.table[kept])) < problem.num_tables:
-        return Core(None, np.inf, True)
+        return None, np.inf, True
     if watch.is_over():
-        return Core(None, -np.inf, False)
+        return None, -np.inf, False
     program = _Program(problem, kept)
     solver = Highs(mip_rel_gap=gap, mip_abs_gap=1e-12, time_limit=max(0.01, watch.wall_left()))
     solver.passModel(program.model())
@@ -84,13 +74,13 @@ def solve_core(problem: Problem, kept: BoolArray, *, gap: float, start: Choice |
     proved = solver.getModelStatus() in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
     info = solver.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return Core(None, np.inf if proved else -np.inf, proved)
+        return None, np.inf if proved else -np.inf, proved
     values = np.array(solver.getSolution().col_value)
     cost, claimed = float(program.costs @ values) - program.free, float(info.objective_function_value) / program.scale
     if abs(claimed - cost) > _ROUNDING * (1 / program.scale + abs(cost)):
         # The objective is not that of the point: whatever else is said is in doubt.
-        return Core(program.choice(values), -np.inf, False)
-    return Core(program.choice(values), min(float(info.mip_dual_bound) / program.scale, cost), proved)
+        return program.choice(values), -np.inf, False
+    return program.choice(values), min(float(info.mip_dual_bound) / program.scale, cost), proved
 
 
 class _Program:

@@ -268,11 +268,11 @@ class _Search:
                 return bound, False
             watch = self.watch.part(1.0 if is_all else _SHARE)
             gap = self.gap / 2 if is_all else max(self.gap / 2, _FIRST_GAP)
-            core = solve_core(self.problem, kept, gap=gap, start=self.best, watch=watch)
-            allowed = core.choice is None or self._offer(core.choice)
+            choice, floor, proved = solve_core(self.problem, kept, gap=gap, start=self.best, watch=watch)
+            allowed = choice is None or self._offer(choice)
             if allowed:
                 # What is outside of the core costs at least `reach`.
-                bound = max(bound, min(core.bound, reach))
+                bound = max(bound, min(floor, reach))
             if is_all:
-                return bound, core.proved and allowed
+                return bound, proved and allowed
             size *= 4

@@ -7,32 +7,33 @@ from dataclasses import replace
 
 import numpy as np
 
+from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.placing import place, solve_and_place
 from evenkeel.placement.plan import Shortage
-from evenkeel.placement.problem import EVERYWHERE, SLACK, UNIT, Choice, Problem, budgets
+from evenkeel.placement.problem import SLACK, UNIT, Choice, Problem, budgets
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.search import solve
 
 _PAGE = 4096
-_SHARES = (0.1, 0.1, 0.5, 1.0)  # of the time that is left: for each budget by itself, and beside the other as it is
 
 
 def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Shortage:
     """What keeps every plan of a request from fitting, and the least that would change it."""
-    roomy = problem.with_budget(np.inf, np.inf)
-    alone = [solve(roomy.minimising(b), watch.part(_SHARES[b])) for b in range(2)]
-    needs_more = [alone[b].bound > problem.budget[b] + SLACK for b in range(2)]
-    binding = ("hbm" if needs_more[0] else "host") if needs_more[0] != needs_more[1] else "both"
-    needs = [_need(request, problem, b, watch.part(_SHARES[2 + b])) for b in range(2)]
+    needs = [_need(request, problem, resource, watch.part(share)) for resource, share in enumerate((0.4, 0.7))]
+    # Where no size of one would do, the other is too small by itself.
+    hbm_is_enough, host_is_enough = (np.isfinite(least) for least, _ in needs)
+    binding = "both" if hbm_is_enough == host_is_enough else "hbm" if hbm_is_enough else "host"
     least, enough = ([_size(request, b, need[number]) for b, need in enumerate(needs)] for number in range(2))
     now = (request.topology.hbm_bytes, request.topology.host_bytes or 0)
     short = [None if value is None else max(0, value - have) for value, have in zip(enough, now, strict=True)]
     resource = 1 if binding == "host" else 0
-    frugal = None if alone[0].choice is None else place(roomy, request.topology, alone[0].choice)
-    both = [None if frugal is None else _size(request, b, float(frugal.use[b])) for b in range(2)]
+    roomy = problem.with_budget(np.inf, np.inf)
+    frugal = solve(roomy.minimising(resource), watch).choice
+    placed = None if frugal is None else place(roomy, request.topology, frugal)
+    both = [None if placed is None else _size(request, b, float(placed.use[b])) for b in range(2)]
     homeless = [request.tables[index].name for index in _without_rank(problem)]
-    tables = dict.fromkeys([*homeless, *_largest(request, problem, alone[resource].choice, resource)])
+    tables = dict.fromkeys([*homeless, *_largest(request, problem, frugal, resource)])
     return Shortage(
         binding=binding,
         hbm_shortfall_bytes=short[0],
@@ -48,7 +49,7 @@ def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Sh
 
 def _without_rank(problem: Problem) -> list[int]:
     """Tables of which no shard fits on a rank and its host, though they could be on some."""
-    everywhere = problem.least(np.where(problem.scope == EVERYWHERE, problem.seconds, np.inf))
+    everywhere = problem.least(np.where(problem.scope == Scope.EVERYWHERE, problem.seconds, np.inf))
     found: list[int] = np.flatnonzero(
         np.isinf(np.minimum(everywhere, problem.least(problem.limited().seconds)))
     ).tolist()

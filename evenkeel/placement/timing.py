@@ -20,7 +20,6 @@ go the same way as keys. What is counted is the traffic of a rank that holds a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,19 +152,6 @@ def mode_seconds(
     looked_up = costs.cache_lookup_s * load.received + costs.cache_hit_s * (load.unique - missed)
     cached: FloatArray = (1 - left) * in_hbm + left * in_host + fetched + state_in_host + looked_up
     return cached
-
-
-def mixing_seconds(profile: HardwareProfile, costs: RuntimeCosts, loads: Sequence[RankLoad]) -> float:
-    """Seconds a step that it takes more if some of the tables that fuse are cached and others not.
-
-    They are then two modules of kernels, whose outputs are copied together and into the order of the tables; gradients
-    take the same way back. Each of these four passes (two without training) reads and writes all output rows.
-    """
-    if not costs.second_module_s:
-        return 0.0
-    passes = 8 if loads[0].training else 4
-    rate = max(rate for _, rate in costs.hbm_gather or profile.hbm_gather)
-    return costs.second_module_s + passes * sum(load.served * load.output_bytes for load in loads) / rate
 
 
 def exchange_seconds(

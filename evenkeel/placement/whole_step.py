@@ -31,7 +31,7 @@ from evenkeel.placement.model import (
     Table,
     Topology,
 )
-from evenkeel.placement.options import mixing, rank_load
+from evenkeel.placement.options import mixing_seconds, rank_load
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
 
@@ -111,9 +111,8 @@ def _mixing(request: PlanRequest, plan: Plan) -> float:
     fused: dict[object, list[tuple[Table, bool]]] = {}
     for table, placement in zip(request.tables, plan.placements, strict=True):
         fused.setdefault(table.fuse_key, []).append((table, placement.mode is Mode.CACHING))
-    return sum(
-        mixing(request, [table for table, _ in own]) for own in fused.values() if len({cached for _, cached in own}) > 1
-    )
+    mixed = [own for own in fused.values() if len({cached for _, cached in own}) > 1]
+    return sum(mixing_seconds(request, [table for table, _ in own]) for own in mixed)
 
 
 def host_seconds(work: StepWork, costs: StepCosts) -> float:
@@ -128,7 +127,7 @@ def exchange_kernel_seconds(work: StepWork, costs: StepCosts) -> float:
     return work.exchanges * costs.exchange_gpu_s + costs.copies * work.sweep_s
 
 
-def whole_step_seconds(request: PlanRequest, plan: Plan, costs: StepCosts | None = None) -> float | None:
+def whole_step_seconds(request: PlanRequest, plan: Plan) -> float | None:
     """Predicted time of a step of the sharded tables, input distribution and output exchange included.
 
     Near the point where host and GPU take the same time, each makes the other wait a little.
@@ -136,14 +135,13 @@ def whole_step_seconds(request: PlanRequest, plan: Plan, costs: StepCosts | None
     Args:
         request: The request.
         plan: Its plan.
-        costs: Of a step; by default those of the request's profile.
 
     Returns:
         Seconds, or `None` where the plan places nothing.
     """
     if plan.seconds is None:
         return None
-    return seconds_of(step_work(request, plan), costs or step_costs(request))
+    return seconds_of(step_work(request, plan), step_costs(request))
 
 
 def step_costs(request: PlanRequest) -> StepCosts:

@@ -8,8 +8,7 @@ import numpy.typing as npt
 
 from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf
 from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
-from evenkeel.placement.options import mixing as mixing_time
-from evenkeel.placement.options import ratio_grid, table_layouts, table_options
+from evenkeel.placement.options import mixing_seconds, ratio_grid, table_layouts, table_options
 from evenkeel.placement.problem import SLACK, UNIT, budgets, shared_caches, whole_shards
 
 
@@ -103,7 +102,7 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
                     figures = zip(*(column.tolist() for column in own[3:]), strict=True)
                     every[index] += [Option(*own[:3], *each) for each in figures]
     budget, best = budgets(request), np.inf
-    mixing = [(own, mixing_time(request, [request.tables[index] for index in own])) for own in fused.values()]
+    mixing = [(own, mixing_seconds(request, [request.tables[index] for index in own])) for own in fused.values()]
     for choice in itertools.product(*every):
         if not _is_agreed(request, choice):
             continue

@@ -73,8 +73,8 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert near.cost * (1 - 0.1) <= near.bound * (1 + 1e-9)
     assert late.cost == pytest.approx(expected, rel=1e-7)
     limited = problem.limited()
-    alone = solve_core(limited, np.isfinite(limited.seconds), gap=0.0, start=None, watch=Watch(20))
-    assert alone.bound == pytest.approx(expected, rel=1e-7), "without prices, starts and what they rule out"
+    _, alone, _ = solve_core(limited, np.isfinite(limited.seconds), gap=0.0, start=None, watch=Watch(20))
+    assert alone == pytest.approx(expected, rel=1e-7), "without prices, starts and what they rule out"
 
 
 @given(st.integers(0, 10_000_000))
@@ -189,10 +189,10 @@ def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
         mixing=np.zeros(1),
         budget=np.array([16e3, np.inf]),
     )
-    core = solve_core(problem, seconds.ravel() >= 0, gap=0.0, start=None, watch=Watch())
-    assert core.choice is not None
-    assert problem.cost(core.choice) == pytest.approx(16 - 5e-7, abs=1e-8)
-    assert core.bound == pytest.approx(16 - 5e-7, abs=1e-8)
+    choice, bound, _ = solve_core(problem, seconds.ravel() >= 0, gap=0.0, start=None, watch=Watch())
+    assert choice is not None
+    assert problem.cost(choice) == pytest.approx(16 - 5e-7, abs=1e-8)
+    assert bound == pytest.approx(16 - 5e-7, abs=1e-8)
 
 
 def test_a_program_that_presolving_made_wrong_is_solved() -> None:
@@ -215,7 +215,7 @@ def test_a_program_that_presolving_made_wrong_is_solved() -> None:
     problem = build_problem(
         PlanRequest(tables=tables, topology=machines, step=Step(samples_per_rank=2048), solver=options)
     )
-    best = solve_core(problem, np.isfinite(problem.seconds), gap=0.0, start=None, watch=Watch()).choice
+    best = solve_core(problem, np.isfinite(problem.seconds), gap=0.0, start=None, watch=Watch())[0]
     assert best is not None
     found = solve(problem, Watch())
     assert found.proved
@@ -245,7 +245,7 @@ def with_threads(threads):
 assert with_threads(2) == highspy.HighsStatus.kOk
 assert with_threads(1) == highspy.HighsStatus.kError, "HiGHS takes another number of threads now"
 problem = build_problem(request(random_tables(6, 1), hbm_gib=1.5), np.array([0.1, 0.5]))
-assert solve_core(problem, np.isfinite(problem.seconds), gap=0.0, start=None, watch=Watch()).choice is not None
+assert solve_core(problem, np.isfinite(problem.seconds), gap=0.0, start=None, watch=Watch())[0] is not None
 assert solve(problem, Watch()).choice is not None
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

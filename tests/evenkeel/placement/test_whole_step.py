@@ -125,9 +125,8 @@ def test_costs_that_made_steps_are_found_from_them() -> None:
     fitted = fit_step_costs([(work, seconds_of(work, COSTS), 0.0) for work in works])
     for work in unseen:
         assert seconds_of(work, fitted) == pytest.approx(seconds_of(work, COSTS), rel=0.05)
-    assert whole_step_seconds(request, found, fitted) == pytest.approx(
-        whole_step_seconds(request, found, COSTS) or 0.0, rel=0.05
-    )
+    work = step_work(request, found)
+    assert seconds_of(work, fitted) == pytest.approx(seconds_of(work, COSTS), rel=0.05)
 
 
 @pytest.mark.parametrize(
