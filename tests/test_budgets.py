@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13409, 9500),
+    "evenkeel": (13321, 9500),
     "services": (4262, 4500),
     "services/balancer": (1789, 2000),
-    "trainer_client": (21278, 15000),
+    "trainer_client": (21208, 15000),
     "trainer_client/balancing": (10957, 8000),
-    "tests": (27235, 20000),
+    "tests": (27214, 20000),
     "benchmarks": (8152, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
