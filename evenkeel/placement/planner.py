@@ -15,14 +15,14 @@ from evenkeel.placement.invalid_input import InvalidInputError
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Table
-from evenkeel.placement.options import allowed_modes, rank_load
+from evenkeel.placement.options import allowed_modes, footprint_of, rank_load
 from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
 from evenkeel.placement.problem import UNIT, Problem, budgets, build_problem
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.search import PricedGroup, Solution
 from evenkeel.placement.shortage import explain_shortage
-from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
+from evenkeel.placement.storage import row_bytes
 from evenkeel.placement.timing import fixed_seconds
 from evenkeel.placement.trivial import trivial_placements
 
@@ -259,7 +259,7 @@ def _placements(
         seconds, hbm, host = problem.shards[option].tolist()
         load = rank_load(request, table, layout)
         ratio = modules[index].ratio
-        rows = _cache_rows(request, table, layout, mode, float(problem.held[option]))
+        rows = _rows_in_hbm(request, table, layout, mode, float(problem.held[option]))
         more = (problem.shards[others, 1] - hbm) / 1024
         saved = seconds - problem.shards[others, 0]
         helps = (more > 0) & (saved > 0)
@@ -292,16 +292,6 @@ def _placements(
     return tuple(found)
 
 
-def _cache_rows(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float) -> int:
-    if mode is Mode.HOST_ONLY:
-        return 0
-    shard = layout.shard(table, request.topology)
-    rows = shard.rows
-    if request.runtime is Runtime.DYNAMICEMB:
-        rows = int(round_up(-(-table.rows // shard.parts), BUCKET_ROWS))
-    return rows if mode is Mode.HBM_ONLY else max(1, int(rows * ratio))
-
-
 def _value_bytes(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float, rows: int) -> int:
     if request.runtime is not Runtime.DYNAMICEMB:
         return rows * layout.shard(table, request.topology).dim * table.value_bytes
@@ -309,4 +299,8 @@ def _value_bytes(request: PlanRequest, table: Table, layout: Layout, mode: Mode,
     if mode not in (Mode.CACHING, Mode.HYBRID):
         return rows * row
     # DynamicEmb adds up the bytes of fused tables and takes their ratio: whole rows would make it a little too small.
-    return math.ceil(_cache_rows(request, table, layout, Mode.HBM_ONLY, 1.0) * ratio * row)
+    return math.ceil(_rows_in_hbm(request, table, layout, Mode.HBM_ONLY, 1.0) * ratio * row)
+
+
+def _rows_in_hbm(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float) -> int:
+    return int(footprint_of(request, table, layout, mode, np.array([ratio])).cache_rows[0])
