@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Of several workers, starts that server: once, while they collect."""
     if getattr(config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         server: Any = forkserver._forkserver
-        server.set_forkserver_preload(["tests.preloaded", "tests.every_file"])
+        server.set_forkserver_preload(["tests.every_file"])
         server.ensure_running()
         os.environ[_SHARED] = server._forkserver_address
 
@@ -53,10 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: turn(item.nodeid))
 
 
-def pytest_collection_finish() -> None:
-    """Leaves torch and all test files out of later collections of garbage, each of which would take half a second."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Leaves torch and all test files out of all collections of garbage, each of which would take half a second."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,6 +1,7 @@
 """Imports all files of tests that can be imported here, for processes that are forked from one that has."""
 
 import contextlib
+import gc
 import importlib
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-for path in sorted(ROOT.glob("tests/**/test_*.py")):
+gc.disable()  # while there is no garbage
+for path in [ROOT / "tests" / "preloaded.py", *sorted(ROOT.glob("tests/**/test_*.py"))]:
     with contextlib.suppress(ImportError, pytest.skip.Exception):
         importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+gc.freeze()
+gc.enable()

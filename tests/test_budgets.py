@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1789, 2000),
     "trainer_client": (21208, 15000),
     "trainer_client/balancing": (10957, 8000),
-    "tests": (27214, 20000),
+    "tests": (27213, 20000),
     "benchmarks": (8152, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

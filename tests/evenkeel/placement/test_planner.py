@@ -97,12 +97,6 @@ def test_tables_that_live_on_one_rank_are_placed_on_ranks(sharding: Sharding, hb
     assert max(loads) <= found.seconds * 1.001
 
 
-def test_the_time_does_not_depend_on_the_order_of_the_tables() -> None:
-    tables = random_tables(12, 8)
-    forward, backward = plan(request(tables, hbm_gib=2)), plan(request(tables[::-1], hbm_gib=2))
-    assert forward.seconds == pytest.approx(backward.seconds)
-
-
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
 def test_contradicting_pins_are_named(runtime: str) -> None:
     first, second, third, fourth = random_tables(4, 1)

@@ -104,11 +104,9 @@ def test_what_if_hit_rates_and_profiles_answer(client: httpx.Client) -> None:
 
 TABLE = {"name": "a", "rows": 5, "dim": 4}
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"tables": [{**TABLE, "rows": 0}]}, "tables[0].rows"),
     ({"tables": [{**TABLE, "rows": "5"}]}, "tables[0].rows"),
     ({"tables": [TABLE] * 2}, "tables[1].name"),
     ({"tables": [{**TABLE, "rows": 10**30}]}, "tables[0].rows"),
-    ({"tables": [{**TABLE, "rows": 0.5}]}, "tables[0].rows"),
     ({"tables": [{**TABLE, "rows": "40 M"}]}, "tables[0].rows"),
     ({"tables": [{**TABLE, "color": "red"}]}, "tables[0].color"),
     ({"tables": [{**TABLE, "name": "\0"}]}, "tables[0].name"),

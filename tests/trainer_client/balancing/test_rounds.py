@@ -199,4 +199,4 @@ def test_with_memory_caps_the_first_batch_waits_since_as_loaded_it_might_not_fit
 def test_what_cannot_be_prepared_is_compiled_when_it_is_called(caplog: pytest.LogCaptureFixture) -> None:
     assert Preparation(lambda: 1 / 0).wait(10)
     assert "could not be prepared" in caplog.text
-    assert "no space" in caplog.text
+    assert "division by zero" in caplog.text
