@@ -15,8 +15,8 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (13315, 9500),
     "services": (4262, 4500),
     "services/balancer": (1789, 2000),
-    "trainer_client": (21208, 15000),
-    "trainer_client/balancing": (10957, 8000),
+    "trainer_client": (21206, 15000),
+    "trainer_client/balancing": (10955, 8000),
     "tests": (27213, 20000),
     "benchmarks": (8152, 8000),
 }

@@ -259,7 +259,8 @@ class Balancer:
         flats = ticket.flats
         if batch is not None:
             # of a batch without samples the ticket has the fields that other ranks know
-            lengths = np.asarray(ticket.samples.lengths, dtype=np.int64) if len(ticket.samples) else None
+            samples = ticket.contribution.samples
+            lengths = np.asarray(samples.lengths, dtype=np.int64) if len(samples) else None
             try:
                 flats = (flatten(batch, spec, lengths=lengths, allow_sync=lengths is None),)
             except Exception:

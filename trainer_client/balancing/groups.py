@@ -166,12 +166,12 @@ class Communicators:
 
         Waits for nobody; see `flush`.
         """
-        with _explained():
+        with explained():
             self._sent.append([self.up.send([part], 0, 0) for part in _parts(row)])
 
     def flush(self, rows: int = 0) -> None:
         """Waits until the lead has taken what this rank has sent, but for so many rows."""
-        with _explained():
+        with explained():
             while len(self._sent) > rows:
                 for work in self._sent.popleft():
                     work.wait(self.timeout)
@@ -182,22 +182,22 @@ class Communicators:
         table = np.empty((len(ranks), max(_ROOM, len(row))), np.uint8)
         table[0, : len(row)] = row
         rows = torch.from_numpy(table[:, :_ROOM]).unbind()
-        with _explained():
+        with explained():
             works = [self.up.recv([rows[at]], at, 0) for at in range(1, len(rows))]
         for rank, work in zip(ranks[1:], works, strict=True):
-            with _explained(f"rank {rank}"):
+            with explained(f"rank {rank}"):
                 work.wait(self.timeout)
         sizes = table[:, :4].copy().view("<u4")[:, 0]
         if (width := int(sizes.max())) > table.shape[1]:
             table = np.concatenate([table, np.empty((len(table), width - table.shape[1]), np.uint8)], axis=1)
         for at in (np.flatnonzero(sizes[1:] > _ROOM) + 1).tolist():
-            with _explained(f"rank {ranks[at]}"):
+            with explained(f"rank {ranks[at]}"):
                 self.up.recv([torch.from_numpy(table[at, _ROOM : sizes[at]])], at, 0).wait(self.timeout)
         return table
 
     def scatter(self, table: Bytes | None) -> Bytes:
         """A row of the lead's table for each rank, the same for its peers; None elsewhere. Collective on `down`."""
-        with _explained():
+        with explained():
             if table is None:
                 row = np.empty(_ROOM, np.uint8)
                 self.down.recv([torch.from_numpy(row)], 0, 0).wait(self.timeout)
@@ -299,7 +299,7 @@ def take_communicators(membership: Membership | None, timeout: timedelta) -> Com
 
 
 def _make(membership: Membership, timeout: timedelta, peers: NDArray[np.int64] | None) -> Communicators:
-    with _explained():
+    with explained():
         peers = _grid(membership, timeout) if peers is None else peers
         everyone = tuple(peers.ravel().tolist())
         return Communicators(
@@ -351,19 +351,19 @@ def _all_gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
 
 
 _OTHERS = (
-    "The ranks that balance together could not agree: {} has ended or failed, as its own log says, or did not begin "
+    "The ranks that balance together could not go on: {} has ended or failed, as its own log says, or did not begin "
     "this loop within BalanceOptions.group_timeout; all ranks run the same loops in the same order. Start the job "
     "again from its last checkpoint."
 )
 _WORKER_DIED = (
-    "A worker of this rank's DataLoader died while the ranks that balance together agreed, often because the "
+    "A worker of this rank's DataLoader died while the ranks that balance together met, often because the "
     "machine had no memory left; the other ranks wait for this one until BalanceOptions.group_timeout, unless its "
     "process ends. Let it end, and start the job again with fewer workers, or with less that each of them holds."
 )
 
 
 @contextmanager
-def _explained(who: str = "another rank") -> Iterator[None]:
+def explained(who: str = "another rank") -> Iterator[None]:
     """Says of a collective that has failed what else than the network it may come from."""
     try:
         yield

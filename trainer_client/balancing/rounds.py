@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from evenkeel.partitioning.rounds import RankSamples
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Contribution, Contributions, State
 from trainer_client.balancing.costs.fitting import Fit
@@ -57,11 +56,6 @@ class Ticket:
     def directive(self) -> Directive | None:
         """What this rank is to do, if that is known."""
         return self.future.result() if self.future.done() and self.future.exception() is None else None
-
-    @property
-    def samples(self) -> RankSamples:
-        """This rank's."""
-        return self.contribution.samples
 
     @property
     def report(self) -> RoundReport:

@@ -89,7 +89,7 @@ def inspect(
 def convert(
     source: Annotated[Path, typer.Argument(help="The checkpoint to read.")],
     target: Annotated[Path, typer.Argument(help="The directory to write.")],
-    ranks: Annotated[int, typer.Option(help="Number of ranks that will load it.")],
+    ranks: Annotated[int, typer.Option(min=1, max=4096, help="Number of ranks that will load it.")],
     routing: Annotated[list[str] | None, typer.Option(help=_ROUTING_HELP)] = None,
     seed: Annotated[int, typer.Option(help="Seed of hash_roundrobin.")] = 0,
     to: Annotated[Literal["dcp", "dynamicemb"] | None, typer.Option(help="Format; the source's by default.")] = None,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.flat import LENGTHS_DTYPE
+from trainer_client.balancing.groups import explained
 from trainer_client.balancing.redistribution.copies import FieldTable, copy, piece_bytes
 from trainer_client.balancing.redistribution.layout import KEEP, PACK, UNPACK, Amounts, describe, measure, num_words
 
@@ -151,11 +152,13 @@ def exchange(
     on_device = None if is_host else described[begin:]
 
     copy(copies, PACK, on_device, handle)
-    work: Any = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=group, async_op=True)
+    with explained():
+        work: Any = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=group, async_op=True)
     copy(copies, KEEP, on_device, handle, beside=True)  # samples that stay are copied while the others travel
 
     def finish() -> FlatBatch:
-        work.wait()
+        with explained():
+            work.wait()
         copy(copies, UNPACK, on_device, handle)
         _ = sent, flat  # alive until here: kernels read them by address
         host_lengths = table.to(torch.int64).numpy() if is_host else None
