@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import RankSamples, RoundOptions
 from evenkeel.partitioning.splits import WIDTH
+from tests.evenkeel.partitioning.instances import round_of
+from tests.evenkeel.partitioning.test_same_everywhere import draw_round
 from trainer_client.balancing.batches import BatchSpec, flatten
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, State
 from trainer_client.balancing.decide import Decision, Rules, decide
@@ -45,7 +49,7 @@ def samples_of_ranks(draw: st.DrawFn) -> list[RankSamples]:
                 lengths=np.array(numbers(n * width, 2**31), np.int64).reshape(n, width),
                 batch_sizes=sizes,
                 memory=np.array(numbers(n, 2**40), np.float64) if with_memory else None,
-                users=np.array(numbers(n, 2**32 - 1), np.uint32) if with_users else None,
+                users=np.array(numbers(n, 2**32 - 1), np.uint32) if with_users and (n or draw(st.booleans())) else None,
             )
         )
     return drawn
@@ -91,8 +95,11 @@ def test_contributions_are_read_as_written(samples: list[RankSamples], more: lis
         assert (joined.divisible[:, 1:] == 7.5).all()
     if any(map(len, samples)):
         assert joined.lengths.tolist() == [row for one in samples for row in one.lengths.tolist()]
-    users = None if samples[0].users is None else [one for each in samples for one in each.users.tolist()]  # type: ignore[union-attr]
-    assert (None if joined.users is None else joined.users.tolist()) == users
+    if any(one.users is not None for one in samples):  # then all that have samples name them
+        assert joined.users is not None
+        assert joined.users.tolist() == [user for one in samples if one.users is not None for user in one.users]
+    else:
+        assert joined.users is None
     memories = None if samples[0].memory is None else [one for each in samples for one in each.memory.tolist()]  # type: ignore[union-attr]
     assert (None if joined.memory is None else joined.memory.tolist()) == memories
     for rank, one in enumerate(written):
@@ -148,6 +155,31 @@ def test_directives_are_read_as_written(
         assert all(one.home_load == one.own_load for one in read.reports)
         if not len(own):
             assert {one.source_totals.shape[1] for one in read.plan.slices} == {1}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_rank_reads_what_its_samples_are_cut_into(seed: int) -> None:
+    samples, options = round_of(**draw_round(np.random.default_rng(seed), "splits"))
+    try:
+        plan = plan_round(samples, options)
+    except PartitionError:
+        return
+    slices = slice_round(plan, replace(samples, roles=np.zeros(0, np.int64)))
+    pieces = None if plan.parts is None else plan.parts.pieces
+    alike = Broadcast(decision=Decision(mode=Mode.EMBEDDED), world_size=samples.num_ranks, pieces=pieces)
+    table = pack_directives(alike, plan=plan, slices=slices)
+    for rank, (begin, end) in enumerate(pairwise(slices.home_begin.tolist())):
+        read = read_directive(table[rank], number=0, rank=rank, samples=Contribution().samples)
+        for batch in range(samples.num_batches):
+            cuts, parts = read.plan.cuts_in(batch), np.arange(begin, end)
+            if slices.steps is not None:
+                parts = parts[slices.steps[parts] == batch]
+            assert read.plan.slices[batch].destinations.tolist() == slices.destinations[parts].tolist()
+            begins = [0] * len(parts) if plan.parts is None else plan.parts.begins[parts].tolist()
+            assert ([0] * len(parts) if cuts is None else cuts.begins.tolist()) == begins
+            if cuts is not None and plan.parts is not None:
+                _, numbers = np.unique(plan.parts.samples[parts], return_inverse=True)
+                assert cuts.samples.tolist() == numbers.tolist()
 
 
 def test_a_directive_without_a_plan_leaves_every_sample_at_home() -> None:
