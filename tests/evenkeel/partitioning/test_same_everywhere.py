@@ -19,6 +19,7 @@ from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
 from tests.evenkeel.partitioning.instances import Rng, one_of, round_of
 
 KNOWN = {
+    "heavy": "542670ce4c5e 49208b4eedcc 1a61ca405af6",
     "karmarkar_karp": "65996a906107 99b2084c6dff ec6a8f6ba73d",
     "lpt": "7721f7b943d9 938e82bcebdc 4404c87010d6",
     "minimal_move": "3bdfe20d68d5 e32867a7dbee 84fc24523368",
@@ -30,6 +31,16 @@ BLOCKS = (range(20), range(20, 40), range(40, 480))  # the last one is for kerne
 
 def draw_round(rng: Rng, kind: str) -> dict[str, Any]:
     """Arguments of `round_of` by integers alone: those of a generator, and no more, are the same on every machine."""
+    if kind == "heavy":  # roots and quotients are the same, too: many samples for each rank, of which few are heavy
+        roots = np.sqrt(rng.integers(1, 1 << 16, 2048))
+        lengths = (1e6 / (roots * np.sqrt(roots))).astype(np.int64)
+        num_ranks = one_of(rng, 8, 32, 64)
+        return {
+            "costs": lengths,
+            "homes": np.arange(2048) * num_ranks // 2048,
+            "num_ranks": num_ranks,
+            "sizes": lengths,
+        }
     n, num_ranks, num_steps = int(rng.integers(1, 60)), int(rng.integers(2, 9)), one_of(rng, 1, 1, 2, 3)
     homes = one_of(rng, np.arange(n) * num_ranks // n, np.sort(rng.integers(0, num_ranks, n)))
     steps = rng.integers(0, num_steps, n)
@@ -84,10 +95,10 @@ def digest(kind: str, block: int) -> str:
 @pytest.mark.parametrize("block", range(len(BLOCKS)))
 @pytest.mark.parametrize("kind", KNOWN)
 def test_answers_are_those_of_other_machines(kind: str, block: int) -> None:
-    if numba.config.DISABLE_JIT and (kind == "splits" or block == len(BLOCKS) - 1):  # type: ignore[attr-defined]
+    if numba.config.DISABLE_JIT and (kind in ("splits", "heavy") or block == len(BLOCKS) - 1):  # type: ignore[attr-defined]
         pytest.skip("records of spans are for kernels alone, and many rounds take minutes")
     assert digest(kind, block) == KNOWN[kind].split()[block]
-    assert {*strategies(), "splits"} == KNOWN.keys()
+    assert {*strategies(), "splits", "heavy"} == KNOWN.keys()
 
 
 if __name__ == "__main__":
