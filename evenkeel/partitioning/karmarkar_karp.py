@@ -111,7 +111,7 @@ def karmarkar_karp(problem: Problem) -> Ranks:
 
 def evened(problem: Problem, start: Ranks) -> Ranks:
     """After exchanges that see to what the method does not know: speeds and caps."""
-    if problem.interchangeable and problem.arrays.memory.size == 0:
+    if problem.same_speeds and problem.arrays.memory.size == 0:
         return start
     return exchange_from(problem, start, effort=1)[0]
 

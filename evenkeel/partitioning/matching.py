@@ -106,10 +106,10 @@ def kinds_of_ranks(problem: Problem) -> Ranks:
     """(num_ranks,) equal numbers for ranks that can exchange their whole sets."""
     arrays = problem.arrays
     counts = arrays.most if problem.num_fuller < 0 else np.zeros_like(arrays.most)
-    if problem.interchangeable and int(counts.min()) == int(counts.max()):
+    columns = np.stack([counts.astype(np.float64), arrays.speeds, *([arrays.caps] if arrays.caps.size else [])])
+    if (columns == columns[:, :1]).all():  # what follows would find the same, and takes longer
         return np.zeros(problem.num_ranks, np.int32)
-    columns = [counts.astype(np.float64), arrays.speeds, *([arrays.caps] if arrays.caps.size else [])]
-    return np.unique(np.stack(columns), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int32)
+    return np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int32)
 
 
 def match_home(problem: Problem, sets: Ranks, kinds: Ranks, set_kinds: Ranks) -> Ranks:

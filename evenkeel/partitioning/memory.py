@@ -72,7 +72,6 @@ def with_caps(
         arrays=problem.arrays._replace(memory=units, caps=limits),
         memory_exponent=exponent,
         memory_error=error,
-        interchangeable=problem.interchangeable and bool((limits == limits[0]).all()),
         fit=partial(fit_memory, placements=PLACEMENTS if placements is None else placements),
     )
     _check_possible(capped, compiled)

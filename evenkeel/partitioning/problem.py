@@ -121,7 +121,6 @@ class Problem:
         memory_exponent: Power of two of the unit of memory and caps.
         memory_error: Units by which each sample's memory may be too high and each cap too low; 0 where all are whole.
         order: (n,) int32, sorts the costs ascending.
-        interchangeable: Whether all ranks have the same speed and memory cap.
         free: Whether ranks may hold any number of samples.
         num_nodes: Number of distinct nodes.
         num_fuller: Ranks that take `arrays.most` samples, the others taking one less; negative when `fewest` and `most`
@@ -139,7 +138,6 @@ class Problem:
     costs: Integers | Floats
     cost_exponent: int
     order: Ranks
-    interchangeable: bool
     free: bool
     num_nodes: int
     num_fuller: int
@@ -156,6 +154,11 @@ class Problem:
     def lower_bound(self) -> float:
         """The bound in the costs that were given."""
         return float(np.ldexp(self.bound, -self.cost_exponent))
+
+    @property
+    def same_speeds(self) -> bool:
+        """Whether all ranks are equally fast."""
+        return bool((self.arrays.speeds == self.arrays.speeds[0]).all())
 
 
 def exponent_for(largest: float, count: int) -> int:
@@ -422,7 +425,7 @@ def with_limits(arrays: Arrays, largest: float, tolerance: float) -> Arrays:
 def with_crowding(problem: Problem) -> Problem:
     """The same problem with limits that heavy samples leave possible, where the plain bound cannot be reached."""
     arrays = problem.arrays
-    if not (problem.interchangeable or bool((arrays.speeds == arrays.speeds[0]).all())):
+    if not problem.same_speeds:
         return problem
     crowded = crowding_bound(arrays.costs, problem.order, int(arrays.fewest.min()), problem.num_ranks)
     bound = crowded / float(arrays.speeds[0])
@@ -496,7 +499,6 @@ def make_problem(
         costs=all_costs,
         cost_exponent=exponent,
         order=order,
-        interchangeable=speeds is None or bool((all_speeds == all_speeds[0]).all()),
         free=counts == "free",
         num_nodes=num_nodes,
         num_fuller=num_fuller,

@@ -71,6 +71,8 @@ def test_as_much_as_possible_stays_home(num_ranks: int) -> None:
     shared = np.zeros((num_ranks, num_ranks))
     np.add.at(shared, (sets, homes), sizes)
     assert sizes.sum() - result.moved_size == shared[linear_sum_assignment(shared, maximize=True)].sum()
+    alike = partition(costs, homes, num_ranks, strategy="karmarkar_karp", sizes=sizes, speeds=np.full(num_ranks, 2.0))
+    assert alike.destinations.tolist() == result.destinations.tolist()
 
 
 @pytest.mark.parametrize("num_ranks", [24, EXACT + 24])
