@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13316, 9500),
+    "evenkeel": (13322, 9500),
     "services": (4262, 4500),
     "services/balancer": (1789, 2000),
     "trainer_client": (21206, 15000),
     "trainer_client/balancing": (10955, 8000),
-    "tests": (27258, 20000),
+    "tests": (27281, 20000),
     "benchmarks": (8152, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

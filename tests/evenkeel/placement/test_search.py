@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from evenkeel.placement import (
     InvalidInputError,
@@ -37,7 +38,7 @@ from evenkeel.placement import (
 from evenkeel.placement.layouts import ROW_WISE
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.planner import trivial_plans
-from evenkeel.placement.problem import Problem, build_problem
+from evenkeel.placement.problem import SLACK, Problem, build_problem
 from evenkeel.placement.program import solve_core
 from evenkeel.placement.search import PricedGroup, solve
 from evenkeel.placement.trivial import trivial_placements
@@ -45,6 +46,28 @@ from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
 from tests.evenkeel.placement.instances import brute_force, mixed_request, random_tables, request
 
 GRID = np.array([0.05, 0.3])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_prices_are_those_of_the_relaxation(seed: int) -> None:
+    """At the best prices the dual is the optimum of the linear program, whose options may be taken in part."""
+    draw = np.random.default_rng(seed)
+    drawn = enumerate(random_tables(int(draw.integers(3, 30)), seed))
+    problem = build_problem(request(tuple(replace(one, group=str(at)) for at, one in drawn), hbm_gib=64), GRID)
+    assert not problem.mixing.any()
+    use, each = np.stack([problem.hbm, problem.host]), problem.table == np.arange(problem.num_tables)[:, None]
+    least, most = (np.array([find(use[:, own], axis=1) for own in each]).sum(axis=0) for find in (np.min, np.max))
+    problem = replace(problem, budget=least + draw.uniform(0.4, 1.0, 2) * (most - least))
+    right = linprog(
+        problem.seconds, use, problem.budget + SLACK, each.astype(float), np.ones(problem.num_tables), method="highs"
+    )
+    found = solve(problem, Watch(20))
+    if not right.success:
+        assert found.choice is None
+        return
+    priced = problem.seconds + found.prices @ use
+    dual = sum(priced[own].min() for own in each) - found.prices @ (problem.budget + SLACK)
+    assert dual == pytest.approx(right.fun, rel=1e-6)
 
 
 @given(st.integers(0, 10_000_000))
