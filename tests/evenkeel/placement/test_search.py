@@ -58,15 +58,16 @@ def test_prices_are_those_of_the_relaxation(seed: int) -> None:
     use, each = np.stack([problem.hbm, problem.host]), problem.table == np.arange(problem.num_tables)[:, None]
     least, most = (np.array([find(use[:, own], axis=1) for own in each]).sum(axis=0) for find in (np.min, np.max))
     problem = replace(problem, budget=least + draw.uniform(0.4, 1.0, 2) * (most - least))
-    right = linprog(
-        problem.seconds, use, problem.budget + SLACK, each.astype(float), np.ones(problem.num_tables), method="highs"
-    )
+    room = problem.budget + SLACK
+    alone = (use <= room[:, None]).all(axis=0)  # what fits by itself: the rest is no choice
+    seconds, use, each = problem.seconds[alone], use[:, alone], each[:, alone]
+    right = linprog(seconds, use, room, each.astype(float), np.ones(problem.num_tables), method="highs")
     found = solve(problem, Watch(20))
     if not right.success:
         assert found.choice is None
         return
-    priced = problem.seconds + found.prices @ use
-    dual = sum(priced[own].min() for own in each) - found.prices @ (problem.budget + SLACK)
+    priced = seconds + found.prices @ use
+    dual = sum(priced[own].min() for own in each) - found.prices @ room
     assert dual == pytest.approx(right.fun, rel=1e-6)
 
 
