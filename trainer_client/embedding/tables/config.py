@@ -43,8 +43,8 @@ class RoutedTable:
 
     def __post_init__(self) -> None:
         features: Any = self.features  # of a caller without types
-        if isinstance(features, str) or not features:
-            raise ValueError(f"table {self.name}: features is {features!r}; give a tuple of one name or more")
+        if isinstance(features, str):
+            raise ValueError(f"table {self.name}: features is {features!r}; give a tuple of names")
         capacity = 1 if self.capacity is None else self.capacity
         sizes = {"embedding_dim": self.embedding_dim, "num_embeddings": self.num_embeddings, "capacity": capacity}
         for field, size in sizes.items():
