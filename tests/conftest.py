@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections.abc import Generator, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,6 @@ settings.register_profile("repeat", settings.get_profile("explore"), derandomize
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
-_SHARED = "EVENKEEL_TESTS_ZYGOTE"  # where the server listens that the processes of all workers are forked from
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Of several workers, starts that server: once, while they collect."""
-    if getattr(config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
-        server: Any = forkserver._forkserver
-        server.set_forkserver_preload(["tests.every_file"])
-        server.ensure_running()
-        os.environ[_SHARED] = server._forkserver_address
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Orders the tests for their lanes; files stay whole."""
     items.sort(key=lambda item: turn(item.nodeid))
@@ -69,11 +56,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Imports and compiles before any test's time counts: on a machine without numba's cache that takes minutes."""
     give_way(item.nodeid)
     zygote = sys.modules.get("benchmarks.harness.zygote")
-    if zygote is not None and not zygote.is_warm:
-        server: Any = forkserver._forkserver
-        if _SHARED in os.environ:
-            server._forkserver_address, server._forkserver_alive_fd = os.environ[_SHARED], os.pipe()[1]
-            server.ensure_running = lambda: None
+    if zygote is not None and not zygote.is_warm():
         zygote.warm("tests.preloaded")
     return (yield)
 

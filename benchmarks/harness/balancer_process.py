@@ -15,7 +15,7 @@ __all__ = ["ServiceProcess", "fork", "running_balancer", "until_logged"]
 
 def fork(module: str, arguments: tuple[str, ...], log: Path, environment: Mapping[str, str]) -> Process:
     """A process without the start of an interpreter, where there is one to fork that has imported everything."""
-    if not zygote.is_warm:
+    if not zygote.is_warm():
         return spawn(module, arguments, log, environment)
     return zygote.Program(module, *arguments, output=log, errors=None, **environment)
 

@@ -30,8 +30,12 @@ context.set_forkserver_preload(
     ["torch.distributed", "trainer_client.balancing.loader", "trainer_client.balancing.costs"]
 )
 _environment_at_start = dict(os.environ)
-is_warm = False
-"""Whether `warm` has been called, as it has in tests; benchmarks measure services that start by themselves."""
+_is_warm = False
+
+
+def is_warm() -> bool:
+    """Whether `warm` has been called, as it has in tests; benchmarks measure services that start by themselves."""
+    return _is_warm
 
 
 def warm(preloaded: str) -> None:
@@ -40,7 +44,7 @@ def warm(preloaded: str) -> None:
     Args:
         preloaded: A module that is imported there first.
     """
-    global is_warm  # noqa: PLW0603
+    global _is_warm  # noqa: PLW0603
     ours = sorted(name for name in sys.modules if name.startswith(("tests.", "benchmarks.")))
     context.set_forkserver_preload([preloaded, *ours])
     end, theirs = context.Pipe(duplex=False)
@@ -51,7 +55,7 @@ def warm(preloaded: str) -> None:
     first.join()
     assert is_preloaded, f"{preloaded} cannot be imported; start in the repository's root"
     assert num_threads == 1, f"a module or a library starts threads at import: {num_threads}; do not fork from it"
-    is_warm = True
+    _is_warm = True
 
 
 def process(target: Callable[..., Any], *args: Any) -> ForkServerProcess:
@@ -70,14 +74,13 @@ def end(started: ForkServerProcess) -> None:
 
 
 class _Output:
-    """Where this process writes to, and its niceness; unpickled, they are those of the process that it has come to."""
+    """Where this process writes to; unpickled, it is where the process that it has come to writes to."""
 
     def __getstate__(self) -> list[Any]:
-        return [os.nice(0), *(reduction.DupFd(number) for number in (1, 2))]
+        return [reduction.DupFd(number) for number in (1, 2)]
 
     def __setstate__(self, state: list[Any]) -> None:
-        os.nice(state[0] - os.nice(0))
-        for number, there in enumerate(state[1:], 1):
+        for number, there in enumerate(state, 1):
             received = there.detach()
             os.dup2(received, number)
             os.close(received)

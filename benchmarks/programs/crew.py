@@ -48,7 +48,7 @@ class Crew:
 
     def __init__(self, *, backend: str = "gloo", group_seconds: float = 12.0) -> None:
         self.backend, self.group_seconds = backend, group_seconds
-        if not zygote.is_warm:
+        if not zygote.is_warm():
             zygote.context.set_forkserver_preload(["benchmarks.programs.preloaded"])
         self._stack = ExitStack()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))

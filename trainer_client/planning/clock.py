@@ -293,8 +293,7 @@ def drawn_batches(
     """Keys of one rank: those that were traced, and of other tables drawn by their popularity.
 
     Of a traced step that is larger than a rank's, a part is taken; where a sample of the keys was followed, each stands
-    for several. Keys of a table of
-    which only a miss curve is known are drawn from a Zipf law.
+    for several. Keys of a table of which only a miss curve is known are drawn from a Zipf law.
     """
     draw = np.random.default_rng(seed)
     batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(count)]

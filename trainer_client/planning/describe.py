@@ -12,16 +12,8 @@ from torch import nn
 from evenkeel.placement import DataType, InvalidInputError, Optimizer, Sharding, Table
 from evenkeel.placement.access import Access, Zipf
 
-_TOLD = {
-    "name",
-    "rows",
-    "dim",
-    "data_type",
-    "features",
-    "pooled",
-    "weighted",
-    "group",
-}  # by the configuration of a table
+# by the configuration of a table, or its module
+_TOLD = {"name", "rows", "dim", "data_type", "features", "pooled", "weighted", "group"}
 _TYPES = {"FP32": DataType.FLOAT32, "FP16": DataType.FLOAT16, "BF16": DataType.BFLOAT16}
 _SERVED = ("INT8", "UINT8", "INT4", "INT2")
 

@@ -108,6 +108,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tables": [TABLE] * 2}, "tables[1].name"),
     ({"tables": [{**TABLE, "rows": 10**30}]}, "tables[0].rows"),
     ({"tables": [{**TABLE, "rows": "40 M"}]}, "tables[0].rows"),
+    ({"tables": [{**TABLE, "rows": "9" * 5000 + "K"}]}, "tables[0].rows"),
     ({"tables": [{**TABLE, "color": "red"}]}, "tables[0].color"),
     ({"tables": [{**TABLE, "name": "\0"}]}, "tables[0].name"),
     ({"tables": [{**TABLE, "group": "two\nlines"}]}, "tables[0].group"),

@@ -28,7 +28,7 @@ class RoutedTable:
         dtype: Type of the values.
 
     Raises:
-        ValueError: If there is no feature, a size is not positive, or pooling or routing is unknown.
+        ValueError: If `features` is a text, a size is no positive whole number, or pooling or routing is unknown.
     """
 
     name: str
