@@ -22,9 +22,7 @@ def scrape(url: str) -> str:
     return str(get(url)[1])
 
 
-def check(text: str, *names: str) -> None:
-    for name in names:
-        assert f"\n{name}" in text, name
+def check(text: str) -> None:
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
@@ -34,12 +32,7 @@ def test_balancer(tmp_path: Path) -> None:
     with running_balancer("--metrics-port", "0", "--metrics-port-file", str(file)) as balancer:
         with RunningJob(lambda: channel(balancer.address, None), job="checked"):
             pass
-        text = scrape(f"http://127.0.0.1:{int(file.read_text())}/metrics")
-    check(
-        text, 'evenkeel_balancer_rounds_total{job="checked"', "evenkeel_balancer_round_seconds_bucket",
-        'evenkeel_balancer_imbalance_ratio_sum{job="checked"', "evenkeel_balancer_event_loop_lag_seconds",
-        "evenkeel_build_info",
-    )  # fmt: skip
+        check(scrape(f"http://127.0.0.1:{int(file.read_text())}/metrics"))
 
 
 def test_planner(tmp_path: Path) -> None:
@@ -47,11 +40,7 @@ def test_planner(tmp_path: Path) -> None:
         scrape(f"{planner.url}/healthz")
         # A request is counted once its answer has gone out.
         until(lambda: "\nevenkeel_planner_requests_total{" in scrape(f"{planner.metrics_url}/metrics"))
-        text = scrape(f"{planner.metrics_url}/metrics")
-    check(
-        text, "evenkeel_planner_requests_total", "evenkeel_build_info", "evenkeel_planner_infeasible_plans_total",
-        "evenkeel_planner_solve_duration_seconds_bucket", "evenkeel_planner_plan_gap_ratio_bucket",
-    )  # fmt: skip
+        check(scrape(f"{planner.metrics_url}/metrics"))
 
 
 def train(rank: int) -> Any:
@@ -64,11 +53,5 @@ def train(rank: int) -> Any:
 
 
 def test_ranks() -> None:
-    prefix = "evenkeel_trainer_"
-    names = (
-        "rounds_total", "exposed_wait_seconds_total", "agreement_wait_seconds_total", "service_wait_seconds_total",
-        "redistribution_seconds_total", "moved_bytes_total", "breaker_open", "breaker_changes_total",
-        "key_skew_ratio", "step_seconds_bucket",
-    )  # fmt: skip
     for text in run_ranks(2, train):
-        check(text, *(prefix + name for name in names))
+        check(text)

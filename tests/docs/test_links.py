@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +33,13 @@ def test_what_a_page_points_to_exists(page: Path) -> None:
         assert name in MADE_BY_READERS or (ROOT / name).exists(), name
     for module in re.findall(r"-m ((?:benchmarks|examples|scripts|services)(?:\.\w+)+)", text):
         assert find_spec(module) is not None, module
+
+
+def test_the_steps_of_the_walks_exist() -> None:
+    steps = re.findall(r"^\d+\. `([\w.]+):([\w.]+)`", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.M)
+    assert len(steps) > 20
+    for module, name in steps:
+        assert callable(functools.reduce(getattr, name.split("."), importlib.import_module(module)))
 
 
 def test_modules_that_scripts_use_exist() -> None:

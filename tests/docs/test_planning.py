@@ -1,4 +1,4 @@
-"""The pages about planning: files are taken, commands print what is shown, code is that of the examples."""
+"""The pages about planning: commands print what is shown, code is that of the examples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 import textwrap
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.docs.programs import printed_by_ranks
-from tests.services.planner.serving import served
 from trainer_client.cli import app
 from trainer_client.planning import load_sharding_plan
 
@@ -56,26 +54,6 @@ def test_the_commands_print_what_the_page_shows(folder: Path) -> None:
         _check(result.output, shown)
 
 
-def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
-    (shown,) = re.findall(r"^(\{.*) …$", TEXT, re.M)
-    ((rates_of, rates),) = re.findall(r"/v1/hit-rates -d '(.*)'\n(\{.*\})$", TEXT, re.M)
-    with served(folder) as planner:
-        with urllib.request.urlopen(f"{planner.url}/v1/hit-rates", rates_of.encode()) as answer:
-            assert json.load(answer) == {name: pytest.approx(value) for name, value in json.loads(rates).items()}
-        (smallest,) = re.findall(r"/v1/plans -d '(\{.*?\n\})'", TEXT, re.S)
-        with urllib.request.urlopen(f"{planner.url}/v1/plans", smallest.encode()) as answer:
-            assert json.load(answer)["plan"]["status"] == "OPTIMAL"
-        request = urllib.request.Request(f"{planner.url}/v1/plans", JOB.encode())  # as curl -d sends it
-        with urllib.request.urlopen(request) as answer:
-            text = answer.read().decode()
-        assert text.startswith(shown)
-        assert json.loads(text).keys() == {"plan", "code", "report"}
-        asked = CliRunner().invoke(app, ["plan", "job.json", "--planner", planner.url])
-    assert asked.exit_code == 0
-    (here,) = (block.partition("\n")[2] for block in PLANNED if block.startswith("$ evenkeel plan job.json\n"))
-    _check(asked.output, here)
-
-
 def test_the_code_is_that_of_the_example_and_prints_what_the_page_shows(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,11 +86,3 @@ def test_models_of_strangers_are_planned_and_trained_as_the_page_shows(folder: P
     assert textwrap.indent(block, "    ") in program
     (shown,) = (block.partition("\n")[2] for block in SHOWN if "examples.plan_dlrm" in block)
     _check(printed_by_ranks("examples.plan_dlrm", folder), shown)
-
-
-def test_the_profile_that_calibrate_writes_is_taken(folder: Path) -> None:
-    (block,) = (block for block in SHOWN if "calibrate" in block)
-    first, second = (shlex.split(line)[2:] for line in block.splitlines())
-    measured = CliRunner().invoke(app, [*first, "--device", "cpu", "--table-gib", "0.01"])
-    assert measured.exit_code == 0, measured.output
-    assert CliRunner().invoke(app, second).exit_code == 0

@@ -1,8 +1,7 @@
-"""What is written from code is as the code would have it, and lacks nothing that others name."""
+"""What is written from code is as the code would have it."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,3 @@ ROOT = Path(__file__).parents[2]
 def test_files_are_what_their_writer_writes(writer: str) -> None:
     done = zygote.run(writer, "--check", timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_settings_of_the_documentation_are_on_the_page() -> None:
-    page = (ROOT / "docs/reference/settings.md").read_text(encoding="utf-8")
-    for text in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]:
-        for service, name in re.findall(r"EVENKEEL_(BALANCER|PLANNER)_([A-Z][A-Z_]*[A-Z])", text.read_text("utf-8")):
-            section = page.split(f"## {service.capitalize()}\n")[1].split("\n## ")[0]
-            assert f"| `{name.lower()}` |" in section, (text.name, service, name)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.harness import zygote
-from examples.dlrmv4.stream import LIKED, LONGEST, MEAN, MEDIAN, POOLS, SKEW, Scale, Stream, rows_of
+from examples.dlrmv4.stream import LIKED, LONGEST, MEAN, MEDIAN, POOLS, Scale, Stream
 
 
 def test_the_stream_has_the_published_figures() -> None:
@@ -25,16 +23,6 @@ def test_the_stream_has_the_published_figures() -> None:
     batch = stream.batch(range(0, len(stream), len(stream) // 256))
     assert float(batch.num_history.float().mean()) == pytest.approx(2663, rel=0.05)
     assert float((batch.actions == LIKED).float().mean()) == pytest.approx(0.05, abs=0.01)
-
-
-def test_an_owner_of_rows_has_more_than_its_share() -> None:
-    stream = Stream(Scale())
-    batch = stream.batch(range(0, len(stream), len(stream) // 256))
-    for table, owners in itertools.product(SKEW, (8, 32)):
-        rows = stream.scale.rows_of(table)
-        owner = rows_of(torch.cat([batch.history, batch.candidates]), table, rows) // -(-rows // owners)
-        asked = torch.bincount(owner, minlength=owners).double()
-        assert float(asked.max() / asked.mean()) == pytest.approx(SKEW[table], rel=0.08), (table, owners)
 
 
 def _train(ranks: int, steps: int, folder: Path, tables: str) -> Any:

@@ -8,29 +8,16 @@ from evenkeel.restarts import restart_text
 from trainer_client import Balancer
 from trainer_client.launchers import Launch, local_rank, read_launch
 
-# What `srun` gives a task of a job of two nodes, as `env | grep SLURM` tells.
+# What each gives a rank, as far as it is read.
 SLURM = {
-    "SLURM_CLUSTER_NAME": "c1", "SLURM_CPUS_ON_NODE": "16", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOBID": "4711",
-    "SLURM_JOB_ACCOUNT": "team-a", "SLURM_JOB_GID": "1000", "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "a-train",
-    "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "gpu",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_LOCALID": "3", "SLURM_NNODES": "2", "SLURM_NODEID": "0",
-    "SLURM_NPROCS": "16", "SLURM_NTASKS": "16", "SLURM_PROCID": "3", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[01-02]", "SLURM_STEP_NUM_TASKS": "16", "SLURM_SUBMIT_HOST": "login",
-    "SLURM_TASK_PID": "9999", "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_TOPOLOGY_ADDR": "gpu01",
+    "SLURM_JOBID": "4711", "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "a-train", "SLURM_LOCALID": "3",
+    "SLURM_PROCID": "3", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0",
 }  # fmt: skip
-# What torchrun gives a rank.
-TORCHRUN = {
-    "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu01",
-    "MASTER_PORT": "29500", "RANK": "5", "ROLE_NAME": "default", "ROLE_RANK": "5", "ROLE_WORLD_SIZE": "16",
-    "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "False", "WORLD_SIZE": "16",
-}  # fmt: skip
+TORCHRUN = {"LOCAL_RANK": "5", "RANK": "5", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none"}
 # What a pod of a JobSet, also one of Kubeflow's Trainer, takes from its labels in deploy/kubernetes/trainers.
 JOBSET = {
     "EVENKEEL_JOB": "a-train", "EVENKEEL_RUN_ID": "5a8f2c1e-0d6b-4a53-9d0c-0d8f6c6f1f11", "EVENKEEL_RESTART_COUNT": "1",
-    "JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443",
-    "PET_MASTER_ADDR": "a-train-node-0-0.a-train", "PET_MASTER_PORT": "29400", "PET_NNODES": "2", "PET_NODE_RANK": "0",
-    "PET_NPROC_PER_NODE": "8",
+    "JOB_COMPLETION_INDEX": "0", "PET_NODE_RANK": "0",
 }  # fmt: skip
 
 
@@ -79,10 +66,7 @@ def test_a_later_start_counts_more_whoever_counts() -> None:
 )  # fmt: skip
 def test_people_read_the_restarts_that_the_launcher_counted(counts: dict[str, str], shown: str) -> None:
     assert restart_text(read_launch(counts).restart_count) == shown
-
-
-def test_where_a_clock_counts_people_read_the_time() -> None:
-    assert restart_text(1_700_000_000) == "2023-11-14 22:13:20 UTC"
+    assert restart_text(1_700_000_000) == "2023-11-14 22:13:20 UTC", "where a clock counts"
 
 
 def test_the_number_on_the_machine_is_the_launchers() -> None:

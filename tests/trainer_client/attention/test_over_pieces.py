@@ -25,7 +25,6 @@ from tests.trainer_client.attention.model import (
 )
 from tests.trainer_client.balancing.redistribution.pool import GlooRanks
 from trainer_client.attention import (
-    Attended,
     DenseSilu,
     DenseSoftmax,
     Piece,
@@ -301,31 +300,3 @@ def test_a_causal_kernel_refuses_samples_that_are_not_causal() -> None:
             kernel(rows, rows, rows, offsets, pieces)
     causal = PieceGroup().pieces([replace(TWO, num_context=1)], contextual=False)
     assert kernel(rows, rows, rows, offsets, causal).shape == rows.shape
-
-
-def test_pieces_of_one_rank_need_no_other() -> None:
-    pieces = pieces_of(split(4, 8, 12, num_context=1, num_candidates=6))
-    assert pieces.preceding(4).tolist() == [0, 4, 8, 0]
-    assert pieces.beginnings(4).tolist() == [0, 3]
-    assert pieces.endings(4).tolist() == [2, 3]
-    query, key, value = torch.randn(3, 12, 2, 5, dtype=torch.float64).unbind()
-    kernel, offsets = DenseSoftmax(), torch.tensor([0, 4, 8, 12])
-
-    def own(query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        return kernel.own(query, key, value, offsets, torch.tensor([1, 0, 0]), torch.tensor([0, 2, 4]))
-
-    found = attend_over_pieces(query, key, value, offsets, pieces, own=own, other=kernel.other)
-    expected = kernel.own(query, key, value, torch.tensor([0, 12]), 1, 6)[0]
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-
-
-def test_sums_of_other_dtypes_become_those_of_own_blocks() -> None:
-    def half(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return (query + key + value).bfloat16()
-
-    rows, pieces = torch.randn(6, 2, 3, requires_grad=True), pieces_of(TWO)
-    found = attend_over_pieces(
-        rows, rows, rows, torch.tensor([0, 4, 6]), pieces, own=half, other=lambda q, k, v, _: q + k.sum() + v.sum()
-    )
-    assert found.dtype == torch.bfloat16
-    found.sum().backward()

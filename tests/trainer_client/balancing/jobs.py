@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.ranks import TIMEOUT_SECONDS, RankFailedError, run_ranks
-from benchmarks.harness.steps import SPEC, cost_of, make_batch
+from benchmarks.harness.steps import SPEC, cost_of, make_batch  # noqa: F401  # which all its users need
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import asking
 
@@ -95,7 +95,6 @@ class Job:
     name: str = "job"  # of the job
     # of balancing
     options: BalanceOptions = field(default_factory=lambda: BalanceOptions(timeout=timedelta(seconds=20)))
-    epochs: int = 1  # how often the data is iterated
 
     def batches(self, rank: int) -> Iterator[dict[str, torch.Tensor]]:
         for step in range(self.steps[rank]):
@@ -103,36 +102,6 @@ class Job:
 
     def balancer(self) -> Balancer:
         return balancer_of(self.address, self.name, options=self.options)
-
-    def expected(self, step: int) -> list[int]:
-        """Ids that all ranks load at a step, sorted."""
-        ids: list[int] = []
-        for rank in range(len(self.steps)):
-            for number, batch in enumerate(self.batches(rank)):
-                if number == step:
-                    ids += batch["id"].tolist()
-        return sorted(ids)
-
-
-def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
-    """Iterates the job's data and records every step."""
-    records: list[dict[str, Any]] = []
-    with job.balancer() as balancer:
-        loader = BalancedLoader(JobData(job, rank), balancer, cost=cost_of, spec=SPEC)
-        for epoch in range(job.epochs):
-            for batch in loader:
-                assert batch["values"].tolist() == batch["id"].repeat_interleave(batch["count"]).tolist()
-                report = loader.report
-                records.append(
-                    {
-                        "epoch": epoch, "ids": batch["id"].tolist(), "load": float(cost_of(batch).sum()),
-                        "own_load": report.own_load, "mode": report.mode.value, "reason": report.reason.value,
-                        "imbalance": report.imbalance, "before": report.imbalance_before,
-                        "lower_bound": report.lower_bound, "samples": report.samples, "round": report.round,
-                        "loss_scale": loader.loss_scale, "wait": report.wait_seconds, "moved": report.moved_samples,
-                    }
-                )  # fmt: skip
-    return records
 
 
 STEPS = 8
@@ -157,17 +126,3 @@ class JobData:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self.job.batches(self.rank)
-
-
-def check_complete(job: Job, results: list[list[dict[str, Any]]]) -> None:
-    """Asserts that all ranks took the same steps with the same outcome, and that no sample was lost or doubled."""
-    assert len({len(records) for records in results}) == 1
-    per_epoch = len(results[0]) // job.epochs
-    assert per_epoch >= max(job.steps)
-    for index, step in enumerate(zip(*results, strict=True)):
-        assert len({(record["mode"], record["reason"], record["samples"]) for record in step}) == 1
-        trained = sorted(sample for record in step for sample in record["ids"])
-        assert trained == job.expected(index % per_epoch)
-        assert len(trained) == step[0]["samples"]
-        for record in step:
-            assert record["load"] == record["own_load"]

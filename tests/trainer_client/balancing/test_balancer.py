@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, balancer_of, check_served, cost_of, make_batch, run_in_turn
+from tests.trainer_client.balancing.jobs import balancer_of, cost_of, run_in_turn
 from trainer_client import BalancedLoader, Balancer
 
 
@@ -30,22 +30,6 @@ def test_memory_caps_hold(balancer: ServiceProcess) -> None:
         for memory, modes in results:
             assert memory[0] <= 14.0
             assert set(modes) == {mode, "end"}
-
-
-def on_two_hosts(rank: int, address: str | None) -> list[int]:
-    import os
-
-    os.environ["EVENKEEL_NODE"] = f"host-{rank // 2}"
-    with balancer_of(address, "hosts") as balancer:
-        loader = BalancedLoader([make_batch(rank, 0, 8)], balancer, cost=cost_of, spec=SPEC)
-        ids = [sample for batch in loader for sample in batch["id"].tolist()]
-        check_served(loader, address)
-    return ids
-
-
-def test_hosts_are_known_to_the_partition(balancer: ServiceProcess) -> None:
-    served, embedded = run_in_turn(4, (on_two_hosts, balancer.address), (on_two_hosts, None))
-    assert served == embedded
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,44 +1,12 @@
 """The loader on real ranks, against a real balancer and without one."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess
-from tests.trainer_client.balancing.jobs import Job, check_complete, run_in_turn, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-
-
-def run(*jobs: Job) -> list[list[list[dict[str, Any]]]]:
-    by_job = run_in_turn(len(jobs[0].steps), *((run_job, job) for job in jobs))
-    for job, results in zip(jobs, by_job, strict=True):
-        check_complete(job, results)
-    return by_job
-
-
-def test_whoever_plans_all_ranks_train_each_sample_once(balancer: ServiceProcess) -> None:
-    """Also where ranks run out or have no data at all, and in a job that is started again under its name."""
-    steps = (0, 5, 3)
-    job = Job(steps=steps, name=f"{steps}", epochs=2)
-    served, again, embedded, off = run(*(replace(job, address=to) for to in (*[balancer.address] * 2, None, "off")))
-    for results, mode in ((served, "service"), (again, "service"), (embedded, "embedded"), (off, "identity")):
-        assert len(results[0]) == 2 * max(steps)
-        assert {record["mode"] for record in results[0]} == {mode}
-        for step in zip(*results, strict=True):
-            averaged = sum(record["loss_scale"] * len(record["ids"]) for record in step) / len(step)
-            assert averaged == pytest.approx(1.0)
-        assert all(record["imbalance"] >= 1.0 for record in results[0])
-    for rank in range(len(steps)):
-        ids = [[record["ids"] for record in results[rank]] for results in (served, again, embedded)]
-        assert ids[0] == ids[1] == ids[2]
-        assert {sample // 1_000_000 for record in off[rank] for sample in record["ids"]} <= {rank}
-        assert all(record["before"] == record["imbalance"] for record in off[rank])
-    assert mean(record["imbalance"] for record in served[0]) < mean(record["before"] for record in served[0])
-    assert all(any(record["ids"] for record in records) for records in served), "a share of the others' samples"
 
 
 def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCaptureFixture) -> None:

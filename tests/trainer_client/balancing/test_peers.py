@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.harness.balancer_process import ServiceProcess
-from benchmarks.harness.proxy import TcpProxy
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.groups import read_membership
-
-PATIENT = timedelta(seconds=20)
-STEPS = 24
 
 
 def mesh_of(*sizes: int, names: str = "dp tp") -> DeviceMesh:
@@ -47,33 +39,6 @@ def check(results: list[list[Any]], loaded: list[list[int]]) -> None:
 
 def ids_of(step: int, sizes: tuple[int, int] = (6, 6)) -> list[int]:
     return [sample for dp, size in enumerate(sizes) for sample in make_batch(dp, step, size)["id"].tolist()]
-
-
-def lose_the_service(rank: int, address: str) -> Any:
-    """The lead's way to the service ends in the middle and comes back later."""
-    mesh = mesh_of(2, 2)
-    options = BalanceOptions(timeout=timedelta(seconds=1))
-    with TcpProxy(int(address.rpartition(":")[2])) as proxy:
-
-        def batches() -> Iterator[Any]:
-            for step in range(STEPS):
-                proxy.swallow = 6 <= step < 10
-                time.sleep(0.05 if step >= 10 else 0)  # time to come back
-                yield make_batch(mesh["dp"].get_local_rank(), step, 6)
-
-        with connect(proxy.address, job="loss", process_group=mesh["dp"], options=options) as balancer:
-            loader = BalancedLoader(batches(), balancer, cost=cost_of, spec=SPEC)
-            steps = steps_of(loader)
-        return steps, proxy.seen["swallowed"]
-
-
-def test_peers_agree_when_the_lead_loses_the_service(balancer: ServiceProcess) -> None:
-    results = run_ranks(4, lose_the_service, balancer.address)
-    check([steps for steps, _ in results], [ids_of(step) for step in range(STEPS)])
-    assert [swallowed > 0 for _, swallowed in results] == [True, False, False, False], "the lead alone asks"
-    outcomes = [step[:2] for step in results[0][0]]
-    assert ("service", "none") in outcomes[:6]
-    assert ("embedded", "no_answer") in outcomes[6:10]
 
 
 def groups_and_caps(rank: int) -> list[Any]:
@@ -157,18 +122,3 @@ def test_a_mesh_says_who_balances_and_who_trains_the_same() -> None:
     assert "process_group is 'dp'" in text
     assert "[2] are in both" in overlapping
     assert "peers is given without process_group" in alone
-
-
-def two_groups(rank: int, address: str) -> list[str]:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    options = BalanceOptions(timeout=PATIENT)
-    with connect(address, job="two-groups", process_group=groups[rank // 2], options=options) as balancer:
-        dist.barrier()
-        loader = BalancedLoader([make_batch(rank, step, 5) for step in range(4)], balancer, cost=cost_of, spec=SPEC)
-        modes = [loader.report.mode.value for _ in loader]
-        dist.barrier()  # both sessions at the same time
-    return modes
-
-
-def test_two_groups_of_a_job_need_no_names(balancer: ServiceProcess) -> None:
-    assert run_ranks(4, two_groups, balancer.address) == [["service"] * 4] * 4

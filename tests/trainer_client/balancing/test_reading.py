@@ -15,7 +15,6 @@ from evenkeel.partitioning.splits import Divisible
 from trainer_client import BatchSpec, HSTUCost
 from trainer_client.balancing.batches.flatten import flatten
 from trainer_client.balancing.reading import read_costs
-from trainer_client.balancing.source import fingerprint
 from trainer_client.balancing.splitting import divisible_samples
 
 
@@ -89,31 +88,6 @@ def test_what_all_ranks_may_reach_together_can_be_partitioned() -> None:
         costs, problem = read_costs([most, 0, 0], 3, world_size=ranks)
         assert not problem
         partition(np.tile(costs, ranks), np.repeat(np.arange(ranks), 3), ranks, strategy="lpt")
-
-
-LAYOUTS = {
-    "plain": torch.arange(6),
-    "one value, expanded": torch.tensor(3).expand(1),
-    "many values, expanded": torch.tensor([[3]]).expand(4, 5),
-    "one number": torch.tensor(3.5),
-    "transposed": torch.arange(6).reshape(2, 3).T,
-    "sliced": torch.arange(12)[::3],
-    "empty": torch.zeros(0, 4),
-    "bfloat16": torch.ones(3, dtype=torch.bfloat16),
-    "booleans": torch.tensor([True, False]),
-    "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
-    "imaginary": torch.tensor([1 + 2j, 3j]).conj().imag,
-    "wants a gradient": torch.ones(3, requires_grad=True),
-}
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_any_layout_has_a_fingerprint_of_its_values(layout: str) -> None:
-    tensor = LAYOUTS[layout]
-    same = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-    assert fingerprint({"field": tensor}) == fingerprint({"field": same})
-    if tensor.numel():
-        assert fingerprint({"field": tensor}) != fingerprint({"field": torch.zeros_like(same)})
 
 
 COUNTS = [3, 400, 5]

@@ -18,12 +18,12 @@ from evenkeel.partitioning.compile import Preparation
 from tests.trainer_client.balancing.jobs import (
     SPEC,
     Job,
+    JobData,
     balancer_of,
     cost_of,
     logged,
     make_batch,
     run_in_turn,
-    run_job,
 )
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport
 from trainer_client.balancing import kernels
@@ -75,6 +75,20 @@ WINDOW = 3
 
 def options(**changes: Any) -> BalanceOptions:
     return BalanceOptions(**{"timeout": timedelta(seconds=10), "window": WINDOW, **changes})
+
+
+def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
+    """Of each step what is trained, how heavy it is, and what is told of its round."""
+    records = []
+    with job.balancer() as balancer:
+        loader = BalancedLoader(JobData(job, rank), balancer, cost=cost_of, spec=SPEC)
+        for batch in loader:
+            told = {"mode": loader.report.mode.value, "round": loader.report.round}
+            records.append(
+                {"ids": batch["id"].tolist(), "load": float(cost_of(batch).sum()), "imbalance": loader.report.imbalance}
+                | told
+            )
+    return records
 
 
 def windows_total(results: list[list[dict[str, Any]]]) -> float:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -73,19 +70,9 @@ def test_numbers_of_users_keep_them_apart() -> None:
         assert np.unique(read_users(users, users.size)).size > 0.999 * np.unique(users).size
     assert read_users(np.array([2**64 - 1, 5], np.uint64), 2)[1] == 5
     assert read_users([], 0).size == 0
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        (["anna", "bert"], "users returned <U4 values; return whole numbers, such as the ids of users"),
-        ([True, False], "users returned bool values; return whole numbers"),
+    for wrong, text in (
         ([1.0, np.nan], "users returned float64 values; return whole numbers"),
-        ([2**70, 1], "users returned object values; return whole numbers"),
-        ([[1, 2]], r"users returned shape (1, 2) for 2 samples; return one number for each sample"),
-        (None, "users returned None for 2 samples; return one number for each sample"),
-    ],
-)
-def test_users_that_are_no_whole_numbers_are_refused(values: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        read_users(values, 2)
+        ([[1, 2]], "users returned shape .* for 2 samples; return one number for each sample"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            read_users(wrong, 2)

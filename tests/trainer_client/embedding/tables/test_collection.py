@@ -14,19 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.embedding.keys import OnRanks, batch_of, look_up
-from tests.trainer_client.embedding.tables.whole import train_beside_whole
 from tests.trainer_client.embedding.tables.wrapped import WRAPPERS, train_wrapped
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable, clip_grad_norm_
 from trainer_client.embedding.tables.tables import initial_rows
 
 TABLE = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=8)
 ROWS = replace(TABLE, routing="continuous")
-
-
-def train_on_ranks(rank: int) -> None:
-    for deduplicate, hot in ((False, False), (True, False), (True, True)):
-        train_beside_whole(rank, dist.get_world_size(), deduplicate=deduplicate, hot=hot)
-    look_up_nothing(rank)
 
 
 def look_up_nothing(rank: int) -> None:
@@ -50,22 +43,15 @@ def look_up_nothing(rank: int) -> None:
         assert len(adam.state) == 2
 
 
-def test_ranks_compute_what_one_process_computes() -> None:
-    run_ranks(3, train_on_ranks)
-
-
-@pytest.mark.parametrize("deduplicate", [False, True])
-def test_one_process_without_a_process_group(deduplicate: bool) -> None:
-    train_beside_whole(0, 1, deduplicate=deduplicate)
-
-
 def train_in_wrappers(rank: int, wraps: list[str]) -> None:
     for name in wraps:
         train_wrapped(name, rank, dist.get_world_size(), torch.device("cpu"), 1e-4)
+    look_up_nothing(rank)
 
 
-def test_wrapped_models_train_as_one_process_does() -> None:
-    run_ranks(2, train_in_wrappers, WRAPPERS)
+@pytest.mark.parametrize(("world_size", "wraps"), [(2, WRAPPERS), (3, WRAPPERS[:2])])
+def test_wrapped_models_train_as_one_process_does(world_size: int, wraps: list[str]) -> None:
+    run_ranks(world_size, train_in_wrappers, wraps)
 
 
 def overflow_on_one_rank(rank: int) -> float:

@@ -199,19 +199,6 @@ def test_what_is_expected_of_a_choice_comes_about(
             assert heaviest == pytest.approx(costs.heaviest_owner, rel=0.15)
 
 
-def test_owners_of_a_few_popular_rows_become_as_loaded_as_the_others() -> None:
-    """As in public notes: of a table by blocks of rows the first owner is asked for 2.8 times its share."""
-    share = torch.ones(ROWS * 100).double()
-    hot = torch.arange(0, ROWS * 100 // RANKS, 200)
-    share[hot] += (2.8 - 1) / (RANKS - 1) / (1 - 1.8 / 7) * len(share) / len(hot)
-    table = replace(CHOICE_TABLE, embedding_dim=512, num_embeddings=len(share), routing="continuous")
-    choice = choose_hot_rows(table, torch.arange(len(share)), wanted_by(share, 2_000), world_size=RANKS)
-    assert choice.without.heaviest_owner > 1.5
-    assert choice.expected.heaviest_owner < 1.05
-    assert choice.expected.busiest_link_bytes < 0.75 * choice.without.busiest_link_bytes
-    assert set(choice.keys.tolist()) <= set(hot.tolist())
-
-
 def test_between_nodes_a_row_that_all_want_travels_once_a_node() -> None:
     keys = torch.arange(64)  # one for each owner
     choice = choose_hot_rows(CHOICE_TABLE, keys, torch.ones(64), world_size=64, ranks_per_node=8)

@@ -89,31 +89,3 @@ def check_rows(
         torch.testing.assert_close(owned.weight[: held.numel()].cpu(), expected, rtol=tolerance, atol=tolerance)
         held_anywhere += held.numel()
     assert int(held_anywhere) > 0
-
-
-def train_beside_whole(
-    rank: int,
-    world_size: int,
-    *,
-    deduplicate: bool,
-    hot: bool = False,
-    device: torch.device | str = "cpu",
-    tolerance: float = 1e-5,
-) -> None:
-    """Trains the sharded tables for some steps beside the whole ones, and compares results and rows."""
-    collection, whole = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate, device=device), Whole()
-    collection.hold_hot_rows(HOT if hot else None)
-    ours = torch.optim.Adam(collection.parameters(), lr=0.1)
-    theirs = torch.optim.Adam(whole.weights.values(), lr=0.1)
-    for step in range(3):
-        ours.zero_grad()
-        theirs.zero_grad()
-        expected = [whole.look_up(make_batch(other, step)) for other in range(world_size)]
-        results = collection(to_device(make_batch(rank, step), device))
-        for name, value in expected[rank].items():
-            torch.testing.assert_close(results[name].cpu(), value, rtol=tolerance / 10, atol=1e-5)
-        loss_of(results).backward()
-        torch.stack([loss_of(result) for result in expected]).mean().backward()
-        ours.step()
-        theirs.step()
-    check_rows(collection.to("cpu"), whole, rank, world_size, tolerance=tolerance)

@@ -45,9 +45,9 @@ class Tower(nn.Module):
 class Nested(nn.Module):
     """Two collections, one of them deep within the model."""
 
-    def __init__(self, device: torch.device, *, odd: bool) -> None:
+    def __init__(self, device: torch.device, *, odd: bool, deduplicate: bool) -> None:
         super().__init__()
-        stem = RoutedEmbeddingCollection(TABLES, deduplicate=True, device=device)
+        stem = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate, device=device)
         self.stem = nn.ModuleDict({"sparse": nn.Sequential(stem)})
         self.sparse: RoutedEmbeddingCollection = self.stem["sparse"][0]  # type: ignore[index,assignment]
         self.last = RoutedEmbeddingCollection([LAST], device=device)
@@ -98,7 +98,8 @@ def wrap(model: Nested, name: str, device: torch.device) -> nn.Module:
 
 def train_wrapped(name: str, rank: int, world_size: int, device: torch.device, tolerance: float) -> None:
     """Trains a wrapped model beside the reference for some steps, and compares all of it after each."""
-    model, reference = Nested(device, odd=name == "unused"), Reference(odd=name == "unused")
+    odd = name == "unused"
+    model, reference = Nested(device, odd=odd, deduplicate=name != "ddp"), Reference(odd=odd)
     wrapped = wrap(model, name, device)
     order = math.inf if name == "static" else 2.0
     ours = torch.optim.Adam(wrapped.parameters(), lr=0.05)
