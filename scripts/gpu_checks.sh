@@ -73,7 +73,6 @@ if [ "$gpus" -ge 2 ]; then
   step bound "${ranks[@]}" tests.trainer_client.balancing.nccl_checks --bound
   step redistribution "$python" -m benchmarks.redistribution --ranks "$gpus" --check
   if has torchrec && has fbgemm_gpu; then
-    step torchrec "${ranks[@]}" tests.trainer_client.embedding.routing.torchrec_checks
     step held "${ranks[@]}" tests.trainer_client.balancing.pipelines.held_checks --device cuda
     if has "hypothesis, attrs, pydantic, tensordict"; then
       step batches "${ranks[@]}" tests.trainer_client.balancing.redistribution.structures --programs 200 --cuda
@@ -81,10 +80,10 @@ if [ "$gpus" -ge 2 ]; then
       left_out batches "hypothesis, attrs, pydantic and tensordict are not all installed"
     fi
   else
-    for name in torchrec held batches; do left_out "$name" "TorchRec and FBGEMM are not installed"; done
+    for name in held batches; do left_out "$name" "TorchRec and FBGEMM are not installed"; done
   fi
 else
-  for name in embeddings devices bound redistribution torchrec held batches; do left_out "$name" "needs two GPUs"; done
+  for name in embeddings devices bound redistribution held batches; do left_out "$name" "needs two GPUs"; done
 fi
 "$python" - "$steps" "$out/summary.json" "$gpus" <<'PY'
 import json, pathlib, sys

@@ -23,13 +23,10 @@ def test_what_is_an_address(address: str, bare: str) -> None:
     ("address", "remedy"),
     [
         ("::1:50051", r"an IPv6 address in brackets, as '\[::1\]:50051'"),
-        ("fe80::1:50051", "in brackets"),
         ("[::1:50051", "in brackets"),
         ("[balancer]:50051", "give host:port"),
         ("http://balancer:50051", "speaks gRPC: give host:port, or grpc://host:port"),
-        ("https://balancer:50051", "speaks gRPC"),
         ("balancer:50051/path", "give host:port"),
-        ("bal ancer:50051", "give host:port"),
         ("balancer:٥٠٠٥١", "give host:port"),
         ("spread://balancers:50051", "speaks gRPC"),
         ("balancers:50051,others:50051", "of several replicas give IPs"),

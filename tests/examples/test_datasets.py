@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from examples.datasets import (
-    DISTRIBUTIONS,
     HistoryBatches,
-    SequenceBatch,
-    SyntheticSequences,
-    lengths_named,
     read_histories,
     read_semantic_ids,
 )
-from trainer_client.balancing.batches import flatten
 
 KUAIRAND = "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
 FILES = {
@@ -59,14 +52,6 @@ def test_files_that_end_early_are_refused_by_name(tmp_path: Path, name: str) -> 
         read_histories(tmp_path if name.startswith(FOLDERS) else tmp_path / name)
 
 
-def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("hello\n")
-    with pytest.raises(ValueError, match="none of the known data sets"):
-        read_histories(tmp_path / "notes.txt")
-    with pytest.raises(FileNotFoundError, match="has neither"):
-        read_histories(tmp_path)
-
-
 def test_items_as_tuples_of_codes(tmp_path: Path) -> None:
     index, interactions = tmp_path / "Beauty.index.json", tmp_path / "Beauty.inter.json"
     index.write_text('{"0": ["<a_3>", "<b_1>"], "1": ["<a_0>", "<b_4>"], "2": ["<a_1>", "<b_0>"]}')
@@ -74,23 +59,3 @@ def test_items_as_tuples_of_codes(tmp_path: Path) -> None:
     data = read_semantic_ids(index, interactions)
     assert data.histories.items.tolist() == [2, 0, 1]
     assert data.tokens(data.histories.items[:2]).tolist() == [1, 4, 3, 5]
-
-
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_lengths_are_in_range_and_have_their_mean(name: str) -> None:
-    lengths = lengths_named(name, maximum=4096).draw(np.random.default_rng(0), 200_000)
-    assert (lengths.min() >= 1, lengths.max() <= 4096) == (True, True)
-    # Zipf: Σ min(k, 4096) k^-1.2 / ζ(1.2); log-normal of mean 600 and sigma 1: 600 Φ(1.421) + 4096 Φ(-2.421).
-    expected = {"uniform": 2048.5, "normal": 2048.0, "zipf": 868.0, "lognormal": 585.0}[name]
-    assert lengths.mean() == pytest.approx(expected, rel=0.03)
-
-
-def test_drawn_sequences_differ_by_rank_repeat_and_are_understood_by_the_balancer() -> None:
-    first, second = (SyntheticSequences(num_batches=2, rank=rank) for rank in range(2))
-    assert all(torch.equal(a.history, b.history) for a, b in zip(first, first, strict=True))
-    samples = torch.cat([batch.sample for data in (first, second) for batch in data])
-    assert samples.unique().numel() == samples.numel()
-    batch = first.batch(0)
-    again = flatten(batch, SequenceBatch.spec()).unflatten()
-    assert torch.equal(again.history, batch.history)
-    assert int(batch.sequence_lengths(interleaved=True).max()) <= first.max_tokens

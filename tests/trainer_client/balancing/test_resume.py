@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, JobData, cost_of, run_in_turn
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client import BalancedLoader, BalanceOptions, Balancer, SplitOptions, TokenCost
 from trainer_client.balancing.resume import ResumeError
 from trainer_client.balancing.sampling import GlobalBatchSampler, TokenBudgetSampler
 
@@ -74,17 +73,20 @@ def sampled(job: Job, rank: int) -> DataLoader[Any]:
 LOADERS: dict[str, Any] = {"skip": JobData, "loader": Stateful, "sampler": sampled}
 
 
-def trained(batch: dict[str, torch.Tensor], loader: BalancedLoader[Any]) -> tuple[list[int], float, float]:
+def trained(batch: dict[str, torch.Tensor], loader: BalancedLoader[Any]) -> tuple[Any, ...]:
     """What a model would see of a step, in the order in which it would see it."""
-    return batch["id"].tolist(), float(cost_of(batch).sum()), loader.loss_scale
+    return batch["id"].tolist(), batch["values"].tolist(), loader.loss_scale, loader.splits
 
 
-def stop_everywhere(rank: int, job: Job, way: str, **options: Any) -> None:
+def stop_everywhere(rank: int, job: Job, way: str) -> None:
     """Takes a state after every batch, goes on from each, and compares with the run that was not stopped."""
     with job.balancer() as balancer:
+        splits = job.options.split is not None
+        cost: Any = TokenCost(tokens="count") if splits else cost_of
+        spec = replace(SPEC, sequence={"values"}) if splits else SPEC
 
         def make() -> BalancedLoader[Any]:
-            return BalancedLoader(LOADERS[way](job, rank), balancer, cost=cost_of, spec=SPEC, **options)
+            return BalancedLoader(LOADERS[way](job, rank), balancer, cost=cost, spec=spec)
 
         loader = make()
         states, steps = [loader.state_dict()], []
@@ -103,6 +105,7 @@ def stop_everywhere(rank: int, job: Job, way: str, **options: Any) -> None:
         with pytest.raises(ValueError, match="ahead is 65; use 0 to 64"):
             loader.state_dict(ahead=65)
         assert len(steps) >= (11 if way == "sampler" else max(job.steps))
+        assert any(of_step[-1] for of_step in steps) == splits
         for number, state in enumerate(states):
             again = make()
             copied = json.loads(json.dumps(state)) if number % 2 else pickle.loads(pickle.dumps(state))
@@ -125,12 +128,10 @@ def options(**changes: Any) -> BalanceOptions:
 
 def test_what_comes_after_any_batch_is_what_would_have_come() -> None:
     jobs = [Job(steps=(5, 3, 7), options=options(window=window)) for window in (1, 3)]
-    run_in_turn(3, *((stop_everywhere, job, way) for job in jobs for way in LOADERS))
-
-
-def test_it_is_the_same_with_a_service(balancer: ServiceProcess) -> None:
-    job = Job(steps=(5, 7), batch_size=5, address=balancer.address, name="resume", options=options(window=2, depth=3))
-    run_ranks(2, stop_everywhere, job, "loader")
+    ways: list[tuple[Any, ...]] = [(stop_everywhere, job, way) for job in jobs for way in LOADERS]
+    split = options(window=3, split=SplitOptions(above=0.02))
+    ways.append((stop_everywhere, Job(steps=(5, 3, 7), batch_size=2, options=split), "skip"))
+    run_in_turn(3, *ways)
 
 
 @pytest.mark.parametrize("way", LOADERS)
@@ -210,7 +211,6 @@ FAULTS = [
     ("older", 1, "rank 0: 4 batches trained in this epoch.*rank 1: 3 batches trained"),
     ("newer", 3, "rank 0: 4 batches trained in this epoch.*rank 1: 5 batches trained"),
     ("epoch", 1, "rank 0: epoch 0; rank 1: epoch 1; load the states of one checkpoint"),
-    ("epoch", 3, "rank 0: epoch 0; rank 1: epoch 1; load the states of one checkpoint"),
     ("over", 1, "rank 0: epoch 1; rank 1: epoch 0; load the states of one checkpoint"),
     ("not over", 3, "rank 0: the epoch was over; rank 1: "),
     ("missing", 1, "rank 0: 4 batches trained in this epoch.*rank 1: no state was loaded"),

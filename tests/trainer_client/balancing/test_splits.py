@@ -160,39 +160,6 @@ def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained(balancer: S
         assert results[0][0]["whole"] == 0
 
 
-def _stopped(rank: int, job: Splits) -> list[tuple[list[int], list[list[int]], int, int]]:
-    """Takes the first batch of a window, and the others from its state; what the rank trained in each."""
-    batches = [job.batch(rank, step) for step in range(job.steps)]
-    trained = []
-
-    def take(loader: BalancedLoader[dict[str, torch.Tensor]], most: int) -> None:
-        for batch in loader:
-            ends = batch["count"].cumsum(0).tolist()
-            rows = [batch["items"][a:b].tolist() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-            trained.append((batch["id"].tolist(), rows, loader.report.split_samples, len(loader.splits)))
-            if len(trained) == most:
-                break
-
-    with Balancer.embedded(job=job.name, options=job.options) as balancer:
-        loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC)
-        take(loader, 1)
-        loader.load_state_dict(loader.state_dict())
-        take(loader, job.steps)
-    return trained
-
-
-def test_a_window_that_a_state_goes_on_with_keeps_its_batches_and_splits_them() -> None:
-    job = Splits("stopped", None, every=1, options=options(window=4))
-    whole, stopped = run_in_turn(job.ranks, (train, job), (_stopped, job))
-    check(job, whole)
-    assert sum(record["split"] for record in whole[0][1:]) > 0
-    for step in range(job.steps):
-        loaded = sorted(sample for result in whole for row in result[step]["rows"] for sample in row)
-        again = sorted(sample for result in stopped for row in result[step][1] for sample in row)
-        assert loaded == again
-        assert {result[step][2] for result in stopped} == {whole[0][step]["split"]}
-
-
 def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]]:
     """Loops that ask for splits and that do not; what was said, scales of loops by hand, and loads that they timed."""
     job, said = Splits("asked", None, ranks=2), logged()

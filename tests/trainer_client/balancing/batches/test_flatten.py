@@ -18,7 +18,6 @@ from benchmarks.references.redistribution import gather_samples, select_samples
 from tests.trainer_client.balancing.batches.helpers import OnDevice, select, x
 from tests.trainer_client.random_batches import DTYPES, as_bytes, random_tensor
 from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten, read_lengths
-from trainer_client.balancing.batches.flatten import Coming
 from trainer_client.balancing.batches.kinds import PICKLES
 from trainer_client.balancing.batches.schema import describe, digest
 
@@ -128,13 +127,6 @@ def test_lengths_known_only_to_a_device_say_so() -> None:
         _ = moved.lengths
     assert moved.unflatten()["v"].lengths().tolist() == [0, 1, 3]
     assert pickle.loads(pickle.dumps(moved)).lengths.tolist() == [[0], [1], [3]]
-
-
-def test_numbers_come_in_the_order_of_their_tensors_from_wherever_they_are() -> None:
-    lengths = [torch.arange(size, size + 3) for size in range(3)] + [torch.arange(2) / 4]
-    mixed = [lengths[0].as_subclass(OnDevice), lengths[1], lengths[2].as_subclass(OnDevice), lengths[3]]
-    for tensors in (lengths, mixed, mixed[:1], mixed[1:2], mixed[::-1], []):
-        assert [part.tolist() for part in Coming(tensors).get()] == [one.tolist() for one in tensors]
 
 
 @dataclass

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.references.redistribution import select_samples
 from tests.trainer_client.balancing.batches.helpers import select, x
@@ -63,20 +62,6 @@ def test_the_batches_before_do_not_matter(shapes: tuple[Shape, Shape], sizes: tu
             assert outcome(batch, spec) == outcome(batch, replace(spec))
 
 
-def test_torchrec_s_modules_take_a_batch_without_samples() -> None:
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
-
-    full = KeyedJaggedTensor(["a", "b"], torch.arange(4), torch.ones(4), lengths=torch.tensor([1, 0, 2, 1]))
-    empty = select({"k": full})["k"].to("cpu")
-    assert {key: part.lengths().tolist() for key, part in empty.to_dict().items()} == {"a": [], "b": []}
-    sizes: dict[str, Any] = {"name": "t", "embedding_dim": 4, "num_embeddings": 9, "feature_names": ["a", "b"]}
-    bags = EmbeddingBagCollection(tables=[EmbeddingBagConfig(**sizes)])
-    rows = EmbeddingCollection(tables=[EmbeddingConfig(**sizes)])
-    assert bags(empty).values().shape == (0, 8)
-    assert rows(empty)["b"].values().shape == (0, 4)
-    sum(part.values().sum() for part in rows(empty).values()).backward()
-
-
 def test_nested_tensors_that_share_their_offsets_do_so_again() -> None:
     offsets = torch.tensor([0, 2, 2, 5])
     one, other = (torch.nested.nested_tensor_from_jagged(torch.rand(5), offsets) for _ in range(2))
@@ -112,15 +97,6 @@ def test_derived_values_see_no_values_of_another_batch() -> None:
     spec = BatchSpec(derived={"total": total, "more.0": lambda batch: len(batch["x"])})
     found = select_samples(flatten({"x": x(), "total": 33, "more": (3, x())}, spec), np.array([1, 2])).unflatten()
     assert (found["total"], found["more"][0], seen) == (23, 2, [(None, None)])
-
-
-def test_batches_are_copied_where_loaders_use_their_memory_again() -> None:
-    memory, array = x(), np.arange(3)
-    flats = [flatten({"x": memory, "a": array}, BatchSpec(copy=copy)) for copy in (True, False)]
-    memory.zero_()
-    array[:] = 0
-    assert [flat.unflatten()["x"].sum().item() for flat in flats] == [33, 0]
-    assert [flat.unflatten()["a"].sum() for flat in flats] == [3, 0]
 
 
 def test_a_default_device_does_not_matter() -> None:

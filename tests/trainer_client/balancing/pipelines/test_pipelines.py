@@ -1,4 +1,4 @@
-"""TorchRec's pipelines over sharded tables, on real Gloo ranks, against one process with the whole batch."""
+"""TorchRec's pipelines on real Gloo ranks: what they hold, train and move, and how they end."""
 
 from __future__ import annotations
 
@@ -11,79 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import failing, run_in_turn
 from tests.trainer_client.balancing.pipelines.held_checks import STEPS as HELD_STEPS
 from tests.trainer_client.balancing.pipelines.held_checks import check, make_loader, pipelines
-from tests.trainer_client.balancing.pipelines.sharded import STEPS, data, features, in_one_process, make_model
 from trainer_client.balancing import BalancedLoader, Balancer
-from trainer_client.balancing.costs import TokenCost
 from trainer_client.balancing.pipelines import (
     BalancedBatch,
     PipelineSteps,
     balanced_batches,
     make_pipeline,
 )
-from trainer_client.observing.measurement import StepTimer
-
-WORLD = 2
-# TorchRec's classes, made as its users make them; its other pipelines raise on CPUs, without Evenkeel as well
-CLASSES = ("TrainPipelineSparseDistLite", "EvalPipelineSparseDist", "TrainEvalHybridPipelineBase")
-NAMES = ("base", "sparse_dist")  # of `make_pipeline`
-
-
-def _train_all(rank: int) -> dict[str, Any]:
-    return {name: _train(rank, name) for name in (*CLASSES, *NAMES)}
-
-
-def _train(rank: int, name: str) -> dict[str, Any]:
-    from torchrec.distributed.train_pipeline import experimental_pipelines, train_pipelines
-
-    device = torch.device("cpu")
-    model, bare, optimizer = make_model(device)
-    model.train(not name.startswith("Eval"))
-    balancer = Balancer.embedded()
-    loader = BalancedLoader(
-        [features(batch) for batch in data(rank)], balancer, cost=TokenCost(tokens="features.history")
-    )
-    if name in CLASSES:
-        module = train_pipelines if hasattr(train_pipelines, name) else experimental_pipelines
-        pipeline = getattr(module, name)(model, optimizer, device)
-    else:
-        pipeline = make_pipeline(name, model, optimizer, device)
-    iterator = balanced_batches(loader)
-    timer = StepTimer(device)
-    timer.watch(bare.head.parameters())
-    model.register_forward_pre_hook(lambda *_: timer.batch_ready())
-    optimizer.register_step_pre_hook(lambda *_: timer.gradients_ready())
-    losses: list[tuple[float, float]] = []
-    while True:
-        try:
-            total, scale = pipeline.progress(iterator)
-        except StopIteration:
-            break
-        timer.end_step()
-        losses.append((float(total), scale))
-    balancer.close()
-    return {"losses": losses, "times": timer.finished(), "dense": bare.head.dense.weight.detach().clone()}
-
-
-def test_pipelines_train_as_one_process_would() -> None:
-    ranks = run_ranks(WORLD, _train_all)
-    for name in (*CLASSES, *NAMES):
-        losses, dense = in_one_process(WORLD, train=not name.startswith("Eval"))
-        results = [rank[name] for rank in ranks]
-        assert [len(result["losses"]) for result in results] == [STEPS, STEPS], name
-        together = [sum(result["losses"][step][0] for result in results) for step in range(STEPS)]
-        assert together == pytest.approx(losses, rel=1e-4), name
-        for result in results:
-            if name in NAMES:
-                assert [times.step for times in result["times"]] == list(range(STEPS)), name
-                assert all(min(t.data, t.compute, t.communication, t.optimizer) > 0 for t in result["times"]), name
-            assert torch.allclose(result["dense"], dense, atol=1e-5), name
-        # The last global batch is smaller: its scale must have travelled with it.
-        assert results[0]["losses"][-1][1] == pytest.approx(WORLD / 6), name
-        assert results[0]["losses"][0][1] == pytest.approx(WORLD / 12), name
 
 
 class Pair(NamedTuple):
