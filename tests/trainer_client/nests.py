@@ -19,9 +19,13 @@ from tensordict import NonTensorStack, TensorDict, tensorclass
 from torch.utils._pytree import MappingKey
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.trainer_client.random_batches import as_bytes
 from trainer_client.balancing.batches import BatchSpec, MaxLength, Padded, lookup
 
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+SHAPES = ((), (1,), (3,), (2, 5), (0,), (7, 1))
 T = TypeVar("T")
 Pair = namedtuple("Pair", "left right")
 Samples = list[int]
@@ -143,6 +147,20 @@ def _bag(left: Any, right: Any, _: torch.Tensor) -> Bag:
     return made
 
 
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def random_bits(samples: Samples, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random bits, NaNs and all, which follow from the samples; every second row of a tensor."""
+    size = int(np.prod(shape, dtype=int)) * dtype.itemsize
+    rows = [np.random.default_rng(sample).integers(0, 2 if dtype is torch.bool else 256, size) for sample in samples]
+    table = torch.from_numpy(np.array(rows, np.uint8).reshape(len(samples), 1, size)).repeat(1, 2, 1)
+    flat = table.view(dtype) if size else torch.empty(len(samples), 2, 0, dtype=dtype)
+    return flat.view(len(samples), 2, *shape)[:, 0]
+
+
 class Container(NamedTuple):
     """Makes a container of two values and the ids of its samples; where the values are in it."""
 
@@ -231,8 +249,17 @@ class Total:
         return int(lookup(batch, self.path).sum())
 
 
+def _odd(samples: Samples) -> dict[str, Any]:
+    """Jagged rows of as many bytes as nothing is aligned by."""
+    owners = _values(samples).tolist()
+    rows = {f"v{at}": random_bits(owners, SHAPES[at % len(SHAPES)], dtype) for at, dtype in enumerate(DTYPES)}
+    return rows | {"n": _lengths(samples)}
+
+
 _PADDING = {"derived": {".longest": MaxLength(".n")}}
 KINDS = {
+    "bits": Kind(lambda s: [random_bits(s, SHAPES[at % len(SHAPES)], dtype) for at, dtype in enumerate(DTYPES * 3)]),
+    "odd rows": Kind(_odd, {"rows_per_sample": {f".v{at}": ".n" for at in range(len(DTYPES))}}),
     "floats": Kind(lambda s: _ids(s).to(torch.bfloat16)[:, None].expand(-1, 2)),
     "conjugates": Kind(lambda s: torch.complex(_ids(s).float(), torch.ones(len(s))).conj()),
     "negated": Kind(lambda s: torch.complex(torch.ones(len(s)), _ids(s).float()).conj().imag),

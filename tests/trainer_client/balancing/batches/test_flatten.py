@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from benchmarks.references.redistribution import gather_samples, select_samples
 from tests.trainer_client.balancing.batches.helpers import OnDevice, select, x
-from tests.trainer_client.random_batches import DTYPES, as_bytes, random_tensor
+from tests.trainer_client.nests import DTYPES, as_bytes, random_bits
 from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten, read_lengths
 from trainer_client.balancing.batches.kinds import PICKLES
 from trainer_client.balancing.batches.schema import describe, digest
@@ -180,7 +180,8 @@ def test_samples_are_padded_to_their_own_longest(
     flats = []
     for width in widths:
         lengths = rng.integers(0, width + 1, rng.integers(0, 4)) if counted else np.full(rng.integers(0, 4), width)
-        tensor = random_tensor(rng, len(lengths) * width, shape, dtype).reshape(len(lengths), width, *shape)
+        drawn = rng.integers(0, 2**32, len(lengths) * width).tolist()
+        tensor = random_bits(drawn, shape, dtype).reshape(len(lengths), width, *shape)
         samples.append([])
         for row, length in zip(tensor, lengths.tolist(), strict=True):
             own, padding = row.split([length, width - length])

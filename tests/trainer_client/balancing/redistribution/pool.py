@@ -6,11 +6,9 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.harness import zygote
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.redistribution import exchange, start
+from trainer_client.balancing.redistribution import start
 
 
 def group_of(size: int) -> dist.ProcessGroup | None:
@@ -56,18 +54,9 @@ def _serve(rank: int, world_size: int, store: Path, pipe: Any) -> None:
     dist.destroy_process_group()
 
 
-def move(flat: FlatBatch, pieces: list[Slice], world_size: int, most: int | None = None) -> list[FlatBatch]:
-    """In a rank: redistributions of a batch, all started before the first is waited for.
-
-    With `most` as a device does it with large batches: ranges are cut into pieces of at most so many bytes, and what
-    stays is copied beside the All2All.
-    """
-    large: Any = nullcontext()
-    if most is not None:
-        large = mock.patch.multiple(exchange, piece_bytes=lambda _: most, OVERLAP_BYTES=0)
-    with large:
-        pending = [start(flat, piece, group=group_of(world_size)) for piece in pieces]
-    return [one.wait() for one in pending]
+def move(flat: FlatBatch, piece: Slice, world_size: int) -> FlatBatch:
+    """In a rank: a redistribution of a batch."""
+    return start(flat, piece, group=group_of(world_size)).wait()
 
 
 def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tuple[int, int]]:

@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from tests.trainer_client.nests import CONTAINERS, KINDS, Shape, make, parts, sp
 from trainer_client import BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.batches import flatten
+from trainer_client.balancing.redistribution import exchange
 
 
 def draw_shape(rng: np.random.Generator, depth: int = 3) -> Shape:
@@ -55,7 +57,11 @@ def run_program(seed: int, world_size: int, group: Any, device: torch.device | N
         columns |= {flat.structure.columns for flat in flats}
     differ |= len(columns) > 1  # jagged fields stay the same for all rounds of a stream
     trained: list[list[int]] = []
-    with Balancer.embedded(process_group=group, options=BalanceOptions(depth=1)) as balancer:
+    pieces = mock.MagicMock()
+    if device is None and rng.random() < 0.5:  # as a device does it with large batches: in pieces, beside the All2All
+        most = int(rng.integers(1, 40))
+        pieces = mock.patch.multiple(exchange, piece_bytes=lambda _: most, OVERLAP_BYTES=0)
+    with pieces, Balancer.embedded(process_group=group, options=BalanceOptions(depth=1)) as balancer:
         stream = balancer.stream()
         try:
             for number, row in enumerate(shapes):

@@ -1,4 +1,4 @@
-"""What is copied where: picked samples against plain indexing, and slices that cannot be."""
+"""What is copied where: picked samples against batches made of them, parts of samples, and slices that cannot be."""
 
 from __future__ import annotations
 
@@ -9,23 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from benchmarks.references.redistribution import gather_samples
 from evenkeel.partitioning.slices import Slice
 from evenkeel.partitioning.splits import ALL, FIRST, LAST, Cuts, part_ranges
-from tests.trainer_client.random_batches import (
-    Case,
-    FieldPlan,
-    as_bytes,
-    assert_same,
-    build_batch,
-    cases,
-    plans,
-    spec_for,
-)
+from tests.trainer_client.nests import Shape, as_bytes, make, nests, parts, spec_of
 from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, MaxLength, Padded, flatten
 from trainer_client.balancing.redistribution import cut, gathering, pick
 from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable
@@ -37,21 +27,28 @@ FOUR_BYTES = FieldTable(column=ONE_FIELD, unit_bytes=np.array([4]), leaf=ONE_FIE
 NOWHERE = np.zeros((1, 1), np.int64)
 
 
-@settings(max_examples=100, deadline=None)
-@given(case=cases(), seed=st.integers(0, 2**32), most=st.one_of(st.integers(1, 40), st.just(WHOLE)))
-def test_picked_samples_are_those_of_plain_indexing(case: Case, seed: int, most: int) -> None:
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=nests, counts=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 2**32),
+    most=st.one_of(st.integers(1, 40), st.just(WHOLE)),
+)  # fmt: skip
+def test_picked_samples_make_the_batch_that_they_would_have_made(
+    shape: Shape, counts: list[int], seed: int, most: int
+) -> None:
     """Whole and in small pieces; a batch that is wanted whole and alone is not copied."""
-    rng = np.random.default_rng(seed)
-    chosen = [np.flatnonzero(rng.random(batch.num_samples) < 0.5) for batch in case.batches]
+    rng, spec = np.random.default_rng(seed), spec_of(shape)
+    samples = [[10 * at + number for number in range(count)] for at, count in enumerate(counts)]
+    batches = [flatten(make(shape, own), spec) for own in samples]
+    assume(len({batch.schema.hash for batch in batches}) == 1)
+    chosen = [np.flatnonzero(rng.random(count) < 0.5) for count in counts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "piece_bytes", lambda _: most)
-        found = pick(case.batches, chosen)
-    wanted = [(index, int(sample)) for index, samples in enumerate(chosen) for sample in samples]
-    assert_same(found, gather_samples(case.batches, wanted))
-    whole = case.batches[seed % len(case.batches)]
-    if whole.num_samples:
-        every = [np.arange(batch.num_samples if batch is whole else 0) for batch in case.batches]
-        assert pick(case.batches, every) is whole
+        found = pick(batches, chosen)
+    wanted = [own[at] for own, some in zip(samples, chosen, strict=True) for at in some.tolist()]
+    assert parts(found.unflatten(spec)) == parts(make(shape, wanted))
+    whole = batches[seed % len(batches)]
+    every = [np.arange(batch.num_samples if batch is whole else 0) for batch in batches]
+    assert pick(batches, every) is whole
 
 
 def test_a_batch_on_several_devices_is_refused() -> None:
@@ -124,19 +121,20 @@ def rows_of(flat: FlatBatch, leaf: int) -> list[list[torch.Tensor]]:
     return result
 
 
+JAGGED: Shape = ("dict", ("tuple", "jagged", "odd rows"), ("dict", "keyed", ("dict", "counted", "offsets")))
+
+
 @settings(max_examples=80, deadline=None)
-@given(fields=plans, samples=st.integers(0, 6), seed=st.integers(0, 2**32 - 1))
-def test_each_part_has_its_span_and_what_goes_with_it(fields: list[FieldPlan], samples: int, seed: int) -> None:
+@given(samples=st.integers(0, 6), seed=st.integers(0, 2**32 - 1))
+def test_each_part_has_its_span_and_what_goes_with_it(samples: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    fields = [*fields, FieldPlan("counted", torch.int64, (), 1, False)]
-    batch, spec = build_batch(fields, samples, seed), spec_for(fields)
-    columns = [column for column in flatten(batch, spec).structure.columns if rng.random() < 0.6]
-    parts: dict[str, Any] = {}
-    for column in set(flatten(batch, spec).structure.columns) - {*columns, "counted_0.counts"}:
-        parts[column] = ["first", "last", "all"][rng.integers(3)]
-    spec = replace(spec, sequence={*columns, f"counted_{len(fields) - 1}.counts"}, parts={
-        path: part for path, part in parts.items() if path != f"counted_{len(fields) - 1}.counts"
-    })  # fmt: skip
+    batch, spec = make(JAGGED, rng.permutation(99)[:samples].tolist()), spec_of(JAGGED)
+    first, *others = flatten(batch, spec).structure.columns
+    sequence = {first, *(column for column in others if rng.random() < 0.6)}
+    goes_with: dict[str, Any] = {
+        column: ("first", "last", "all")[rng.integers(3)] for column in others if column not in sequence
+    }
+    spec = replace(spec, sequence=sequence, parts=goes_with)
     flat = flatten(batch, spec)
     assert flat.roles is not None
     cuts = random_cuts(rng, samples)
@@ -159,8 +157,7 @@ def test_each_part_has_its_span_and_what_goes_with_it(fields: list[FieldPlan], s
                     column = leaf.columns[place]
                     rows = rows[begins[part, column] : ends[part, column]]
                 assert as_bytes(own[part]) == as_bytes(rows), leaf.path
-    rebuilt = found.unflatten(spec)
-    assert rebuilt["size"] == len(cuts)
+    assert len(found.unflatten(spec)["id"]) == len(cuts)
 
 
 @dataclass
