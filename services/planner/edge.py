@@ -73,6 +73,9 @@ class Edge:
             await self._app(scope, counted, noted)
         except ServiceError as error:
             await error.response(scope["path"])(scope, receive, noted)
+        except Exception:
+            status = 500  # which is answered outside of this
+            raise
         finally:
             self._held_bytes -= seen
             name = next((known.path for known in self._routes if known.endpoint is scope.get("endpoint")), "other")

@@ -129,10 +129,10 @@ def convert(
 
 
 def _routings(checkpoint: Checkpoint, modes: list[str], seed: int) -> Any:
-    from trainer_client.embedding.routing import Routing
+    from trainer_client.embedding.routing.ownership import Routing, as_routing, hash_roundrobin
 
     def named(mode: str) -> Routing:
-        return Routing(dist_type=mode, seed=seed if mode == "hash_roundrobin" else 0)  # type: ignore[arg-type]
+        return hash_roundrobin(seed) if mode == "hash_roundrobin" else as_routing(mode)
 
     if len(modes) == 1 and "=" not in modes[0]:
         return named(modes[0])

@@ -20,6 +20,8 @@ from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, dumps, seconds_by_mode
 from evenkeel.placement.report import Report, make_report
 from evenkeel.plan_cache import sealed
+from services.planner.app import create_app
+from services.planner.settings import Settings
 from tests.services.planner.serving import Served, served
 from tests.waiting import until
 
@@ -288,6 +290,15 @@ def test_health_and_metrics_have_a_port_of_their_own(service: Served) -> None:
         assert httpx.get(f"{service.metrics_url}/{path}", trust_env=False).status_code == 200
     assert httpx.get(f"{service.url}/metrics", trust_env=False).status_code == 404
     assert _metric(service, 'evenkeel_planner_requests_total{route="/v1/plans",status="200"}') > 0
+
+
+async def test_an_error_of_our_own_is_counted_as_one() -> None:
+    app = create_app(Settings())  # not started, so that it has no pool
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://planner") as client:
+        assert (await client.post("/v1/plans", json=JOB)).status_code == 500
+    counted = {"route": "/v1/plans", "status": "500"}
+    assert app.state.metrics.registry.get_sample_value("evenkeel_planner_requests_total", counted) == 1
 
 
 def test_plans_are_counted_by_outcome_gap_and_binding_budget(service: Served, client: httpx.Client) -> None:

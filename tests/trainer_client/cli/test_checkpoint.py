@@ -35,7 +35,7 @@ def test_inspect_and_convert(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
         (2, ["convert", "{}/old", "{}/new", "--ranks", "2", "--to", "odd"], "'odd'"),
         (2, ["convert", "{}/old", "{}/new", "--ranks", "0"], "'--ranks'"),
         (1, ["convert", "{}/old", "{}/old", "--ranks", "2"], "old exists"),
-        (1, ["convert", "{}/old", "{}/new", "--ranks", "2", "--routing", "odd"], "'odd'"),
+        (1, ["convert", "{}/old", "{}/new", "--ranks", "2", "--routing", "odd"], "routing is 'odd'"),
         (1, ["convert", "{}/old", "{}/new", "--ranks", "2", "--routing", "users=roundrobin"], "no table users"),
     ],
 )

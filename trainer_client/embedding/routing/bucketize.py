@@ -156,7 +156,8 @@ def block_bucketize(
         The bucketized batch; `positions` and `permutation` have the dtype of `indices` (int64 for uint64).
 
     Raises:
-        ValueError: If a size, dtype or shape does not fit; on the CPU also if the lengths do not add up.
+        ValueError: If a size, dtype or shape does not fit; on the CPU also if the lengths do not add up, or if a block
+            has less than no rows.
     """
     check_world_size(world_size)
     modes, mixes, needs_blocks = _codes(routing)
@@ -206,8 +207,6 @@ def bucketize_kjt(
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     variable = kjt.variable_stride_per_key()
-    if block_sizes is None:
-        block_sizes = [1] * len(kjt.keys())
     sent = block_bucketize(
         kjt.lengths().view(-1),
         kjt.values(),

@@ -200,6 +200,9 @@ def block_bucketize(
     num_features = max(len(modes), block_sizes.numel(), batch_sizes.numel() if batch_sizes is not None else 1)
     counts, keys = lengths.numpy(), indices.numpy()
     row_ends = np.cumsum(counts, dtype=np.int64)
+    blocks = block_sizes.tolist()
+    if min(blocks, default=0) < 0:
+        raise ValueError(f"block_sizes has {min(blocks)}; give the rows that a rank holds of each table, or 0")
     _check_sums(counts, int(row_ends[-1]) if num_rows else 0, num_keys, batch_sizes)
     if batch_sizes is None:
         starts = [feature * (num_rows // num_features) for feature in range(num_features)]
@@ -207,7 +210,7 @@ def block_bucketize(
         starts = [0, *np.cumsum(batch_sizes.numpy(), dtype=np.int64).tolist()][:num_features]
     ends = np.concatenate([_ZERO, row_ends])
     bounds = _row_bounds(row_ends, world_size)
-    spans = _spans(ends, starts, bounds, modes, mixes, block_sizes.tolist())
+    spans = _spans(ends, starts, bounds, modes, mixes, blocks)
     owners = np.empty(num_keys, dtype=np.uint8 if world_size <= 256 else np.uint16)
     continuous = 0 in modes
     sent = np.empty_like(keys) if continuous else keys

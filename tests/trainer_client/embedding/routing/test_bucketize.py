@@ -125,6 +125,7 @@ def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
         ({"routing": b"random"}, "routing is b'random'; choose one of"),
         ({"routing": ["continuous"] * 3}, "3 routings for 2 features"),
         ({"routing": "continuous", "block_sizes": None}, "block_sizes is None"),
+        ({"routing": "continuous", "block_sizes": [4, -1]}, "block_sizes has -1"),
         ({"lengths": torch.tensor([1, 2, 3])}, "3 lengths do not divide by 2"),
         ({"lengths": torch.tensor([1.0, 2.0])}, "lengths have dtype torch.float32"),
         ({"indices": torch.ones(3, dtype=torch.int16)}, "indices have dtype torch.int16"),
