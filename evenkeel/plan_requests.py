@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from evenkeel.placement import InvalidInputError, PlanRequest, parse_topology
-from evenkeel.placement.fields import decode, encode
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.fields import decode, encode, require
 from evenkeel.placement.plan_file import FORMAT, MOST_MEASURED, MeasuredPlan, corrected_profile
 
 DEFAULT_RESERVE = 0.15

@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests
     "directive": ("trainer_client/balancing", "directive", "messages stages"),
     "routing": ("trainer_client/embedding/routing", "ownership bucketize skew", "bucketize kjt"),
     "checkpoint": ("trainer_client/embedding/checkpoint", "convert record files optimizers", "convert optimizers"),
-    "solver": ("evenkeel/placement", "search program trivial", "search"),
+    "solver": ("evenkeel/placement", "search trivial", "search"),
 }  # fmt: skip
 INTERPRETED = {"kernels", "slices"}  # whose kernels are not compiled, which would take a minute for each mutant
 # tests that do not take as long

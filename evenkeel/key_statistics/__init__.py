@@ -7,8 +7,7 @@ of every size would have missed.
 
 from evenkeel.key_statistics.curves import MeasuredCurve, miss_curve
 from evenkeel.key_statistics.files import dumps, loads, with_statistics
-from evenkeel.key_statistics.sampler import KeySampler, heavy_hitters
-from evenkeel.key_statistics.trace import KeyTrace, merge
+from evenkeel.key_statistics.trace import KeySampler, KeyTrace, heavy_hitters, merge
 
 __all__ = [
     "KeySampler",

@@ -1,4 +1,4 @@
-"""Miss-ratio curves of what was seen, and how far the second half was from the first.
+"""Miss-ratio curves of what was seen, how far the second half was from the first, and which keys are popular.
 
 With the keys of a table in the order in which a cache keeps them, a key is found by all caches that are larger than its
 rank. LRU orders keys by the last step that used them, LFU by how often they were looked up and then by the last step,
@@ -13,17 +13,12 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 from scipy.special import gammainc
 
-from evenkeel.key_statistics.shares import lookup_shares
-from evenkeel.key_statistics.trace import KeyTrace
-from evenkeel.placement.access import Eviction, MissCurve
-from evenkeel.placement.invalid_input import require
+from evenkeel.key_statistics.trace import ALL, Array, HeavyKeys, KeyTrace, hashed, unhashed
+from evenkeel.placement.access import Eviction, FloatArray, MissCurve
+from evenkeel.placement.fields import require
 from evenkeel.placement.model import Runtime
-
-Array = npt.NDArray[Any]
-FloatArray = npt.NDArray[np.float64]
 
 LEAST_STEPS = 8
 """Fewer steps say nothing about reuse."""
@@ -32,6 +27,9 @@ SLOTS = {Runtime.TORCHREC: 32, Runtime.DYNAMICEMB: 1024}
 _POINTS = 160
 _DRIFT = 0.1
 _GOLDEN = 0.6180339887498949
+_SURELY = 16
+"""Lookups of a key that is popular not by chance."""
+_MOST_HOT, _PER_PART = 256, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,3 +216,34 @@ def popularity_drift(trace: KeyTrace) -> float:
         return float(shares.max())
 
     return max(0.0, lost(late) - lost(odd))
+
+
+def lookup_shares(trace: KeyTrace, rows: int) -> dict[str, Any]:
+    """Fields of `MissCurve` that say which keys are the most popular, and how others are spread over the rows.
+
+    A thousand lookups or more are between two quantiles, so that chance brings none much closer together than others.
+    Of statistics that name no popular keys nothing is said.
+    """
+    if not trace.heavy.lookups:
+        return {}
+    heavy = trace.heavy
+    if trace.limit == ALL:  # all keys are known, also those that come in every step and lead in none
+        key, where = np.unique(trace.key, return_inverse=True)
+        times = np.bincount(where, trace.times, len(key))
+        heavy = HeavyKeys(keys=unhashed(key), times=times, lookups=int(times.sum()))
+    order = np.argsort(-heavy.times, kind="stable")[:_MOST_HOT]
+    hot = order[heavy.times[order] >= _SURELY]
+    rest = ~np.isin(trace.key, hashed(heavy.keys[hot]))
+    row = unhashed(trace.key[rest]).view(np.uint64) % np.uint64(rows)
+    by_row = np.argsort(row)
+    below = np.cumsum(trace.times[rest][by_row], dtype=np.float64)
+    quantiles = np.array([0.0, 1.0])
+    if len(below):
+        parts = np.arange(1, max(2, min(_MOST_HOT, below[-1] // _PER_PART) + 1))
+        place = row[by_row] / rows
+        quantiles = np.append(place[0], place[np.searchsorted(below, parts / parts[-1] * below[-1] - 0.5)] + 1 / rows)
+    return {
+        "hot_keys": tuple(heavy.keys[hot].tolist()),
+        "hot_shares": tuple((heavy.times[hot] / heavy.lookups).tolist()),
+        "row_quantiles": tuple(np.minimum(quantiles, 1.0).tolist()),
+    }

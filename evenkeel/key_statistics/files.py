@@ -14,7 +14,7 @@ import numpy as np
 
 from evenkeel.key_statistics.curves import LEAST_STEPS, SLOTS, MeasuredCurve, miss_curve
 from evenkeel.key_statistics.trace import ALL, HeavyKeys, KeyTrace
-from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.fields import InvalidInputError, require
 from evenkeel.placement.model import Runtime, Table
 from evenkeel.placement.request import PlanRequest
 
@@ -63,12 +63,7 @@ def loads(content: bytes) -> dict[str, KeyTrace]:
             require(about.get("format") == FORMAT, "statistics", about.get("format"), "are of another form", remedy)
             version = about.get("version")
             require(version == VERSION, "version", version, "is of another version", f"this one reads {VERSION}")
-            return {
-                str(entry["table"]): replace(
-                    _trace(entry, *(arrays[f"{index}.{part}"] for part in _PARTS)), heavy=_heavy(entry, arrays, index)
-                )
-                for index, entry in enumerate(about["tables"])
-            }
+            return {str(entry["table"]): _trace(entry, arrays, index) for index, entry in enumerate(about["tables"])}
     except InvalidInputError:
         raise
     except Exception as error:  # a damaged archive may raise anything
@@ -86,7 +81,8 @@ def _heavy(entry: dict[str, Any], arrays: Mapping[str, Any], index: int) -> Heav
     return HeavyKeys(keys=keys, times=times, lookups=lookups)
 
 
-def _trace(entry: dict[str, Any], names: Any, key: Any, counts: Any, times: Any) -> KeyTrace:
+def _trace(entry: dict[str, Any], arrays: Mapping[str, Any], index: int) -> KeyTrace:
+    names, key, counts, times = (arrays[f"{index}.{part}"] for part in _PARTS)
     steps, limit = int(entry["steps"]), int(entry["limit"])
     samples, lookups, excess = (float(entry[figure]) for figure in ("samples", "lookups", "excess"))
     key, counts = key.astype(np.int64), counts.astype(np.int64)
@@ -105,6 +101,7 @@ def _trace(entry: dict[str, Any], names: Any, key: Any, counts: Any, times: Any)
         key=names.astype(np.uint64)[key],
         times=times.astype(np.uint32),
         excess=excess,
+        heavy=_heavy(entry, arrays, index),
     )
 
 

@@ -1,8 +1,8 @@
 """Where each embedding table should live: storage, hit rates, kernel times, one search. No I/O, no torch."""
 
 from evenkeel.placement.access import Eviction, Histogram, MissCurve, Zipf
+from evenkeel.placement.fields import InvalidInputError
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, builtin_profile, builtin_profiles
-from evenkeel.placement.invalid_input import InvalidInputError
 from evenkeel.placement.model import DataType, Mode, Optimizer, Runtime, Sharding, Step, Table, Topology
 from evenkeel.placement.plan import Placement, Plan, Status, TrivialPlan
 from evenkeel.placement.planner import plan

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.fields import Checked, Length, Range, Share, check_fields
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.fields import Checked, Length, Range, Share, check_fields, require
 
-FloatArray = npt.NDArray[np.float64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+IntArray: TypeAlias = npt.NDArray[np.int64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 _MAX_BINS = 100_000
@@ -120,9 +121,21 @@ class Popularity:
     probability: FloatArray
 
 
-def popularity(access: Zipf | Histogram, rows: int) -> Popularity:
-    """Bins of equal popularity of the keys of a table with `rows` rows."""
-    return _zipf(access.exponent, rows) if isinstance(access, Zipf) else _observed(access, rows)
+def popularity(access: Access, rows: int, lookups: float = 0.0) -> Popularity:
+    """Bins of equal popularity of the keys of a table with `rows` rows.
+
+    Of a miss curve, by the Zipf law under which as many keys of a step of `lookups` differ.
+    """
+    if isinstance(access, Histogram):
+        return _observed(access, rows)
+    if isinstance(access, Zipf):
+        return _zipf(access.exponent, rows)
+    wanted = access.unique_fraction * lookups
+    at = bisect(_EXPONENTS, -wanted, key=lambda e: -unique_keys(_zipf(e, rows), lookups))
+    return _zipf(_EXPONENTS[min(at, len(_EXPONENTS) - 1)], rows)
+
+
+_EXPONENTS = tuple(step / 16 for step in range(49))
 
 
 def power_law(exponent: float, rows: int) -> Histogram:
@@ -290,7 +303,7 @@ def different_share(access: Access, rows: int, lookups: float, among: float) -> 
     among = min(among, lookups)
     if among <= 1:
         return 1.0
-    return unique_keys(_popularity(access, rows, lookups), among) / among
+    return unique_keys(popularity(access, rows, lookups), among) / among
 
 
 @lru_cache(maxsize=8192)
@@ -315,14 +328,14 @@ def fullest_rank(access: Access, rows: int, lookups: float, ranks: int, routing:
         owners = owners_of(np.array(access.hot_keys, dtype=np.int64), rows, ranks, routing)
         hot = np.bincount(owners, access.hot_shares, ranks)
         return float(ranks * (hot + max(0.0, 1.0 - hot.sum()) * others).max())
-    keys = _popularity(access, rows, lookups)
+    keys = popularity(access, rows, lookups)
     single = np.repeat(keys.probability, np.minimum(keys.keys, _HEAD).astype(np.int64))[:_HEAD]
     places = (np.random.default_rng(0).random((_DRAWS, len(single))) * ranks).astype(np.int64)
     fullest = [np.bincount(place, single).max(initial=0.0) for place in places]
     return float(ranks * np.mean(fullest) + max(0.0, 1.0 - float(single.sum())))
 
 
-def owners_of(keys: npt.NDArray[np.int64], rows: int, ranks: int, routing: str) -> npt.NDArray[np.int64]:
+def owners_of(keys: IntArray, rows: int, ranks: int, routing: str) -> IntArray:
     """(keys,) the rank that owns each key; `trainer_client.embedding.routing` has the definition."""
     assert routing in DIST_TYPES, routing
     key, block, count = keys.view(np.uint64), np.uint64(-(-rows // ranks)), np.uint64(ranks)
@@ -341,23 +354,11 @@ def _fmix64(key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def wanted_keys(access: Access, rows: int, lookups: float, own: float) -> tuple[FloatArray, FloatArray]:
     """Keys in bins, most popular first, and the chance that one of a rank's `own` lookups is for one of a bin."""
-    keys = _popularity(access, rows, lookups)
+    keys = popularity(access, rows, lookups)
     return keys.keys, _touched(keys, own)
 
 
 _HEAD, _DRAWS = 512, 16
-
-
-def _popularity(access: Access, rows: int, lookups: float) -> Popularity:
-    """How popular keys are; of a miss curve, by the Zipf law under which as many keys of a step differ."""
-    if isinstance(access, MissCurve):
-        wanted = access.unique_fraction * lookups
-        at = bisect(_EXPONENTS, -wanted, key=lambda e: -unique_keys(popularity(Zipf(exponent=e), rows), lookups))
-        access = Zipf(exponent=_EXPONENTS[min(at, len(_EXPONENTS) - 1)])
-    return popularity(access, rows)
-
-
-_EXPONENTS = tuple(step / 16 for step in range(49))
 
 
 def _touched(keys: Popularity, lookups: float) -> FloatArray:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from evenkeel.placement.access import Eviction
-from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.fields import InvalidInputError, require
 from evenkeel.placement.layouts import column_blocks
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Sharding, Table
 from evenkeel.placement.plan import Placement, Plan, Status
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.storage import BUCKET_ROWS, round_up
+from evenkeel.placement.storage import BUCKET_ROWS, bucket_rows
 
 TORCHREC_KERNELS = {
     Mode.HBM_ONLY: "fused",
@@ -107,20 +107,16 @@ def _table_options(request: PlanRequest, table: Table, placed: Placement) -> dic
         "global_hbm_for_values": placed.hbm_value_bytes * ranks,
         "dist_type": repr(table.dist_type),
         "bucket_capacity": BUCKET_ROWS,
-        "init_capacity": _whole_buckets(table.rows, ranks),
+        "init_capacity": bucket_rows(table.rows, ranks),
         "score_strategy": strategies if len(scores) == 1 else f"({strategies})",
         "training": request.step.training,
         "initializer_args": f"DynamicEmbInitializerArgs(\n                {uniform}\n            )",
     }
     if table.admission_rows:
-        capacity = _whole_buckets(table.admission_rows, ranks)
+        capacity = bucket_rows(table.admission_rows, ranks)
         found["admit_strategy"] = f"admit_at_{table.admission_threshold}"
         found["admission_counter"] = f"KVCounter(capacity={capacity}, bucket_capacity={BUCKET_ROWS})"
     return found
-
-
-def _whole_buckets(rows: int, ranks: int) -> int:
-    return int(round_up(-(-rows // ranks), BUCKET_ROWS))
 
 
 _Spread = tuple[Table, Placement, tuple[tuple[int, ...], ...], str, str]

@@ -8,18 +8,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from evenkeel.placement.access import Access, power_law
-from evenkeel.placement.fields import Checked, Range, Share, decode
+from evenkeel.placement.access import Access, FloatArray, power_law
+from evenkeel.placement.fields import Checked, Range, Share, decode, require
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, profile_of
-from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topology
-from evenkeel.placement.options import rank_load
+from evenkeel.placement.options import RankLoad, fixed_seconds, mode_seconds
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.timing import fixed_seconds, mode_seconds
 from evenkeel.placement.whole_step import (
     EXPONENT,
     MEASURED,
@@ -32,7 +29,6 @@ from evenkeel.placement.whole_step import (
 )
 
 T = TypeVar("T")
-FloatArray = npt.NDArray[np.float64]
 
 _OF_ANOTHER_GPU, _OF_THIS_GPU = 0.15, 2.0
 """What it costs a fit to leave a prior of round figures or of another GPU, and that of the same kind of GPU. The latter
@@ -171,10 +167,10 @@ def predictor(profile: HardwareProfile, runtime: Runtime, step: MeasuredStep) ->
         runtime=runtime,
         step=Step(samples_per_rank=step.ids),
     )
-    load, ratio = rank_load(request, table), np.array([step.ratio])
+    load, ratio = RankLoad(request, table), np.array([step.ratio])
 
     def seconds(costs: RuntimeCosts) -> float:
-        of_rows = mode_seconds(profile, costs, load, step.mode, ratio, step.rows * ratio)
+        of_rows = mode_seconds(load.but(costs=costs), step.mode, ratio, step.rows * ratio)
         return fixed_seconds(costs, step.mode) + step.tables * float(of_rows[0])
 
     return seconds
@@ -230,27 +226,19 @@ def fit_costs(
 def fit_runtime(
     profile: HardwareProfile, runtime: Runtime, steps: Sequence[MeasuredStep], *, weight: float = _OF_ANOTHER_GPU
 ) -> tuple[RuntimeCosts, tuple[tuple[MeasuredStep, float], ...]]:
-    """Constants of `runtime` that predict `steps` best, and what they predict."""
+    """Constants of `runtime` that predict `steps` best, and what they predict.
+
+    Of steps whose time is that of their kernels, as TorchRec's are, what kernels take in every mode alike is of the
+    exchanges; what they take more with a cache, whatever it misses, is of the lookups in it. The host's time for a
+    module is not in them: it stays as it is known, and a cache is expected to have no more.
+    """
     known, of_kernels = profile.costs(runtime), runtime is Runtime.TORCHREC
-    # Fixed times are the host's, of which nothing is in steps of kernels alone: a cache is expected to have no more.
     prior = replace(known, caching_fixed_s=known.hbm_fixed_s) if of_kernels else known
     fitted = fit_costs(profile, runtime, steps, prior, weight=weight)
     predicted = tuple((step, predictor(profile, runtime, step)(fitted)) for step in steps)
-    return _of_kernels(fitted, known, steps) if of_kernels else fitted, predicted
-
-
-def _of_kernels(fitted: RuntimeCosts, prior: RuntimeCosts, steps: Sequence[MeasuredStep]) -> RuntimeCosts:
-    """Constants from steps whose time is that of their kernels.
-
-    What kernels take in every mode alike is of the exchanges; what they take more with a cache, whatever it misses, is
-    of the lookups in it. The host's time for a module is not in them.
-    """
-    cached = [step.tables * step.ids for step in steps if step.mode is Mode.CACHING]
-    more = fitted.caching_fixed_s - fitted.hbm_fixed_s
-    return replace(
-        fitted,
-        cache_lookup_s=prior.cache_lookup_s + more * len(cached) / sum(cached) if cached else prior.cache_lookup_s,
-        hbm_fixed_s=prior.hbm_fixed_s,
-        caching_fixed_s=prior.caching_fixed_s,
-        host_fixed_s=prior.host_fixed_s,
-    )
+    if of_kernels:
+        cached = [step.tables * step.ids for step in steps if step.mode is Mode.CACHING]
+        more = (fitted.caching_fixed_s - fitted.hbm_fixed_s) * len(cached) / sum(cached) if cached else 0.0
+        host = {name: getattr(known, name) for name in ("hbm_fixed_s", "caching_fixed_s", "host_fixed_s")}
+        fitted = replace(fitted, cache_lookup_s=known.cache_lookup_s + more, **host)
+    return fitted, predicted

@@ -11,8 +11,7 @@ from typing import Annotated, TypeAlias
 
 import numpy as np
 
-from evenkeel.placement.fields import Checked, Length, OneOf, Range, Share, check_fields, decode
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.fields import Checked, Length, OneOf, Range, Share, check_fields, decode, require
 from evenkeel.placement.model import Bytes, Runtime
 
 PROFILE_VERSION = 1
@@ -159,18 +158,6 @@ class HardwareProfile:
             known = [runtime.value for runtime in Runtime]
             require(key in known, f"runtimes.{key}", key, "is no runtime", f"use one of: {', '.join(known)}")
 
-    def hbm_row_s(self, costs: RuntimeCosts, row_bytes: float) -> float:
-        """Time in which kernels of a runtime read one random row of `row_bytes` from HBM, in seconds."""
-        return _row_seconds(costs.hbm_gather or self.hbm_gather, row_bytes)
-
-    def host_row_s(self, costs: RuntimeCosts, row_bytes: float, ranks: int = 1) -> float:
-        """Time in which kernels of a runtime read one random row of `row_bytes` from host memory, in seconds.
-
-        As many `ranks` of a host do so at the same time: its memory may be slower than the link of each.
-        """
-        shared = ranks * row_bytes / self.host_memory_bytes_per_s
-        return max(_row_seconds(costs.host_gather or self.host_gather, row_bytes), shared)
-
     def costs(self, runtime: Runtime) -> RuntimeCosts:
         """The constants of `runtime`.
 
@@ -190,10 +177,11 @@ def _check_widths(holder: RuntimeCosts | HardwareProfile) -> None:
             require(width > last, f"{name}[{index}]", width, "row widths do not ascend", "sort by width")
 
 
-def _row_seconds(curve: tuple[tuple[float, float], ...], row_bytes: float) -> float:
-    """Seconds per row, linear in the row's width between measured widths; at the nearest rate outside of them.
+def row_seconds(curve: tuple[tuple[float, float], ...], row_bytes: float) -> float:
+    """Seconds in which kernels read a random row, by pairs of row bytes and bytes per second.
 
-    Below the narrowest measured width a row costs as much as that one: a sector is fetched either way.
+    They are linear in the row's width between measured widths; at the nearest rate outside of them. Below the narrowest
+    measured width a row costs as much as that one: a sector is fetched either way.
     """
     widths = np.array([width for width, _ in curve])
     seconds = widths / np.array([rate for _, rate in curve])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evenkeel.placement.access import wanted_keys
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.fields import require
 from evenkeel.placement.model import Runtime, Sharding
 from evenkeel.placement.request import PlanRequest
 
@@ -51,19 +51,14 @@ def with_hot_rows(request: PlanRequest, hbm_bytes: int) -> tuple[PlanRequest, tu
     require(request.runtime is not Runtime.TORCHREC, "runtime", request.runtime.value, "has no hot rows", remedy)
     ranks, local, step = request.topology.ranks, request.topology.local_ranks, request.step
     by_link = local if local < ranks else 1
-    tables = [table for table in request.tables if Sharding.ROW_WISE in table.shardings and ranks > 1]
-    counts, chances = [], []
-    for table in tables:
-        own = table.ids_per_sample * step.samples_per_rank
-        count, chance = wanted_keys(table.access, table.rows, own * ranks, own)
-        counts.append(count)
-        chances.append(chance)
-    widths = [2 * table.dim * table.value_bytes for table in tables]
-    least = [  # chance from which on a row pays: as a hot one it goes around all links, else from its owner's link
-        width * (ranks - 1) / ranks / ((width + _KEY) * (ranks - by_link) * by_link / ranks) for width in widths
-    ]
     found, left = [], float(hbm_bytes)
-    for table, count, chance, width, pays in zip(tables, counts, chances, widths, least, strict=True):
+    for table in request.tables if ranks > 1 else ():
+        if Sharding.ROW_WISE not in table.shardings:
+            continue
+        own, width = table.ids_per_sample * step.samples_per_rank, 2 * table.dim * table.value_bytes
+        count, chance = wanted_keys(table.access, table.rows, own * ranks, own)
+        # Chance from which on a row pays: as a hot one it goes around all links, else from its owner's link.
+        pays = width * (ranks - 1) / ranks / ((width + _KEY) * (ranks - by_link) * by_link / ranks)
         order = np.cumsum(count)
         rows = int(min(float(count @ (chance > pays)), left // width))
         left -= rows * width

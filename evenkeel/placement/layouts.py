@@ -46,12 +46,12 @@ class Layout:
         """What each piece is put on."""
         return _SCOPES.get(self.sharding, Scope.EVERYWHERE)
 
-    def shard(self, table: Table, topology: Topology) -> Shard:
-        """What a rank that has a shard holds."""
+    def parts(self, topology: Topology) -> int:
+        """Shards that the keys of a table are spread over."""
         parts = {Sharding.ROW_WISE: topology.ranks, Sharding.DATA_PARALLEL: 1}.get(self.sharding)
         if parts is None:
             parts = topology.local_ranks if self.scope is Scope.HOST else 1
-        return Shard(-(-table.rows // parts), table.dim // self.pieces, parts)
+        return parts
 
     def places(self, topology: Topology) -> int:
         """Ranks or hosts that a piece could be put on; 1 where it is everywhere."""
@@ -61,21 +61,6 @@ class Layout:
     def mean(self, topology: Topology) -> float:
         """Shards of the table on the average rank."""
         return self.pieces / self.places(topology)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A part of a table.
-
-    Attributes:
-        rows: Its rows.
-        dim: Its width.
-        parts: Shards that the keys of the table are spread over.
-    """
-
-    rows: int
-    dim: int
-    parts: int
 
 
 ROW_WISE = Layout(Sharding.ROW_WISE)
@@ -99,20 +84,17 @@ def layouts(table: Table, topology: Topology) -> tuple[Layout, ...]:
         elif table.column_shards:
             found.append(Layout(sharding, table.column_shards))
         else:
-            found += [Layout(sharding, pieces) for pieces in cuts(table, Layout(sharding).places(topology))]
+            places = Layout(sharding).places(topology)
+            found += [Layout(sharding, pieces) for pieces in _cuts(table.dim // WIDTH_UNIT, places)]
             if whole not in table.shardings:
                 found.append(Layout(sharding))
     return tuple(dict.fromkeys(found))
 
 
-def cuts(table: Table, places: int) -> list[int]:
-    """Numbers of pieces, two or more and no more than places, that FBGEMM takes a width in."""
-    return [pieces for pieces in _divisors(table.dim // WIDTH_UNIT) if 1 < pieces <= places]
-
-
 @cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
+def _cuts(units: int, places: int) -> list[int]:
+    """Numbers of pieces, two or more and no more than places, that FBGEMM takes a width of so many units in."""
+    return [pieces for pieces in range(2, min(units, places) + 1) if units % pieces == 0]
 
 
 def column_blocks(placed: Placement, topology: Topology) -> tuple[tuple[int, ...], ...]:

@@ -8,8 +8,7 @@ from enum import StrEnum
 from typing import Annotated, TypeAlias
 
 from evenkeel.placement.access import DIST_TYPES, Access, Eviction, Zipf
-from evenkeel.placement.fields import Checked, Length, OneOf, Range, Share, check_fields
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.fields import Checked, Length, OneOf, Range, Share, check_fields, require
 
 MAX_ROWS = 10**12
 MAX_DIM = 32_768

@@ -15,16 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from evenkeel.placement.access import FloatArray, IntArray
 from evenkeel.placement.layouts import Scope
-from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Topology
 from evenkeel.placement.problem import SLACK, Choice, Problem
+from evenkeel.placement.request import Watch
 from evenkeel.placement.search import Solution, solve
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _SHARE = 0.3
 """Of the time that is left, for a search that others follow."""
@@ -66,10 +63,11 @@ def solve_and_place(
 ) -> tuple[Placed | None, Solution]:
     """The best placement found, `starts` among its candidates, and the solution, whose bound no placement is below.
 
-    Where one group costs more mixed, its tables in any mode, all in caches, and none are faster to search than at once.
+    With shards, where one group costs more mixed, its tables in any mode, all in caches, and none are faster to search
+    than at once.
     """
     starts, dear = list(starts), np.flatnonzero(problem.mixing)
-    if len(dear) != 1:
+    if len(dear) != 1 or not problem.has_shards:
         return _at_once(problem, topology, watch, gap, starts)
     alike = replace(problem, mixing=0 * problem.mixing)
     unmixed = [replace(start, seconds=start.seconds - problem.mixed(start.choice)) for start in starts]

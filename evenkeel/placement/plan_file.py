@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from evenkeel.placement.fields import Checked, Length, Range, decode, encode
+from evenkeel.placement.access import FloatArray
+from evenkeel.placement.fields import Checked, InvalidInputError, Length, Range, decode, encode, require
 from evenkeel.placement.hardware import HardwareProfile
-from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Mode, Runtime
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
@@ -26,7 +25,6 @@ _PRIOR = 0.3
 _FARTHEST = 10.0
 """A correction is at most this factor either way: a figure that is further off was taken of something else."""
 
-FloatArray = npt.NDArray[np.float64]
 Time = Annotated[float, Range(0, 3600)]
 
 

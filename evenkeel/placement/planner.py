@@ -6,24 +6,22 @@ import itertools
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from evenkeel.placement.invalid_input import InvalidInputError
+from evenkeel.placement.fields import InvalidInputError
 from evenkeel.placement.layouts import Layout, Scope
-from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Table
-from evenkeel.placement.options import allowed_modes, footprint_of, rank_load
+from evenkeel.placement.options import RankLoad, allowed_modes, fixed_seconds
 from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
-from evenkeel.placement.problem import UNIT, Problem, budgets, build_problem
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.problem import UNIT, Problem, build_problem
+from evenkeel.placement.request import PlanRequest, Watch
 from evenkeel.placement.search import PricedGroup, Solution
 from evenkeel.placement.shortage import explain_shortage
-from evenkeel.placement.storage import row_bytes
-from evenkeel.placement.timing import fixed_seconds
+from evenkeel.placement.storage import bucket_rows, row_bytes
 from evenkeel.placement.trivial import trivial_placements
 
 EXACT_TABLES = 50
@@ -56,13 +54,12 @@ def plan(
     gap = 0.0 if len(request.tables) <= EXACT_TABLES and not problem.has_shards else request.solver.gap
     starts = [placed for placed in trivial.values() if placed is not None]
     placed, solution, gap = fastest(request, problem, watch.part(_SEARCH_SHARE), gap=gap, starts=starts)
-    if placed is None:
-        found = _empty(request)
-        if solution.proved:
-            left = Watch(max(_MOMENT_S, watch.left()), clock=clock)
-            found = replace(found, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
-        return found
     found = _plan_of(request, problem, placed)
+    if placed is None:
+        if not solution.proved:
+            return found
+        left = Watch(max(_MOMENT_S, watch.left()), clock=clock)
+        return replace(found, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
     return replace(
         found,
         status=Status.OPTIMAL if gap <= max(request.solver.gap, _NO_GAP) * 1.001 else Status.FEASIBLE,
@@ -173,50 +170,40 @@ def _shortest_step(
     return best, cost, min([cost, *floors])
 
 
-def _empty(request: PlanRequest) -> Plan:
-    """A plan of nothing."""
-    limits = [int(limit * UNIT) if math.isfinite(limit) else None for limit in budgets(request).tolist()]
-    hbm, host = (Budget(limit_bytes=limit, used_bytes=0, seconds_per_gib=0.0) for limit in limits)
+def _plan_of(request: PlanRequest, problem: Problem, placed: Placed | None) -> Plan:
+    """A placement in full, of which nothing is proved; a plan of nothing if there is none."""
+    limits = [int(limit * UNIT) if math.isfinite(limit) else None for limit in problem.budget.tolist()]
+    hbm, host = (
+        Budget(limit_bytes=limit, used_bytes=round(units * UNIT), seconds_per_gib=0.0)
+        for limit, units in zip(limits, (0.0, 0.0) if placed is None else placed.use.tolist(), strict=True)
+    )
+    modules = () if placed is None else _modules(request, problem, placed)
+    host_seconds, dense_ms = _host_seconds(modules), request.step.dense_ms
     has_gpu = request.topology.hbm_bytes > 0 and len(request.tables) > 0
     return Plan(
-        status=Status.UNKNOWN,
+        status=Status.UNKNOWN if placed is None else Status.FEASIBLE,
         runtime=request.runtime,
-        seconds=None,
+        seconds=None if placed is None else placed.seconds,
         bound_seconds=None,
         gap=None,
-        placements=(),
-        modules=(),
+        placements=() if placed is None else _placements(request, problem, placed, modules),
+        modules=modules,
         hbm=hbm,
         host=host,
         workspace_bytes=request.profile.costs(request.runtime).workspace_bytes if has_gpu else 0,
         hardware=request.profile.name,
+        host_seconds=None if placed is None else host_seconds,
+        step_seconds=None if placed is None or dense_ms is None else max(host_seconds, dense_ms / 1e3 + placed.seconds),
     )
 
 
-def _plan_of(request: PlanRequest, problem: Problem, placed: Placed) -> Plan:
-    """A placement in full, of which nothing is proved."""
-    modules, empty = _modules(request, problem, placed), _empty(request)
-    host_seconds, dense_ms = _host_seconds(modules), request.step.dense_ms
-    return replace(
-        empty,
-        status=Status.FEASIBLE,
-        seconds=placed.seconds,
-        placements=_placements(request, problem, placed, modules),
-        modules=tuple({module.name: module for module in modules.values()}.values()),
-        hbm=replace(empty.hbm, used_bytes=round(float(placed.use[0]) * UNIT)),
-        host=replace(empty.host, used_bytes=round(float(placed.use[1]) * UNIT)),
-        host_seconds=host_seconds,
-        step_seconds=None if dense_ms is None else max(host_seconds, dense_ms / 1e3 + placed.seconds),
-    )
-
-
-def _host_seconds(modules: dict[int, FusedModule]) -> float:
+def _host_seconds(modules: Iterable[FusedModule]) -> float:
     """Launches and waiting of the host for all modules."""
-    return sum({module.name: module.fixed_seconds for module in modules.values()}.values())
+    return sum(module.fixed_seconds for module in modules)
 
 
-def _modules(request: PlanRequest, problem: Problem, placed: Placed) -> dict[int, FusedModule]:
-    """The fused module of each table; tables in one have the same one.
+def _modules(request: PlanRequest, problem: Problem, placed: Placed) -> tuple[FusedModule, ...]:
+    """The fused modules of all tables.
 
     Row-wise tables share a ratio, those of a rank or host only their mode.
     """
@@ -226,45 +213,42 @@ def _modules(request: PlanRequest, problem: Problem, placed: Placed) -> dict[int
         layout, mode, ratio = problem.layout[option], problem.mode[option], float(problem.ratio[option])
         alike = (layout, mode, ratio) if layout.scope is Scope.EVERYWHERE else (layout.scope, mode)
         members.setdefault((request.tables[table].fuse_key, alike), []).append(table)
-    found: dict[int, FusedModule] = {}
-    used: set[str] = set()
+    found: dict[str, FusedModule] = {}
     for mine in members.values():
         options = placed.choice[mine]
         mode, ratios, held = problem.mode[options[0]], problem.ratio[options], problem.held[options]
         stem = f"{request.tables[mine[0]].group}/{mode.value.lower()}".lstrip("/")
-        name = next(n for n in itertools.chain([stem], (f"{stem}-{k}" for k in itertools.count(2))) if n not in used)
-        used.add(name)
+        name = next(n for n in itertools.chain([stem], (f"{stem}-{k}" for k in itertools.count(2))) if n not in found)
         shared = float(ratios[0]) if len(set(ratios.tolist())) == 1 else None
         if (held != ratios).any():  # a shared cache: of its own tables
             shared = float(np.average(held, weights=[request.tables[index].rows for index in mine]))
-        fused = FusedModule(
+        found[name] = FusedModule(
             name=name,
             mode=mode,
             ratio=shared,
             tables=tuple(request.tables[index].name for index in mine),
             fixed_seconds=fixed_seconds(costs, mode),
         )
-        found |= dict.fromkeys(mine, fused)
-    return found
+    return tuple(found.values())
 
 
 def _placements(
-    request: PlanRequest, problem: Problem, placed: Placed, modules: dict[int, FusedModule]
+    request: PlanRequest, problem: Problem, placed: Placed, modules: Iterable[FusedModule]
 ) -> tuple[Placement, ...]:
-    found = []
+    found, module_of = [], {name: module for module in modules for name in module.tables}
     local = request.topology.local_ranks
     for index, (table, option) in enumerate(zip(request.tables, placed.choice.tolist(), strict=True)):
         layout, mode, own = problem.layout[option], problem.mode[option], float(problem.ratio[option])
         others = slice(*problem.starts[index : index + 2])
         seconds, hbm, host = problem.shards[option].tolist()
-        load = rank_load(request, table, layout)
-        ratio = modules[index].ratio
-        rows = _rows_in_hbm(request, table, layout, mode, float(problem.held[option]))
+        load = RankLoad(request, table, layout)
+        module = module_of[table.name]
+        rows = int(problem.rows[option])
         more = (problem.shards[others, 1] - hbm) / 1024
         saved = seconds - problem.shards[others, 0]
         helps = (more > 0) & (saved > 0)
         if mode is Mode.CACHING:
-            miss_rate = float(load.keys.misses(np.array([float(rows * load.shards)]))[0])
+            miss_rate = float(load.keys.misses(np.array([float(rows * load.parts)]))[0])
         else:
             hit = request.profile.costs(request.runtime).hybrid_hit
             miss_rate = {Mode.HBM_ONLY: 0.0, Mode.HOST_ONLY: 1.0}.get(mode, 1 - hit * own)
@@ -274,11 +258,11 @@ def _placements(
         entry = Placement(
             table=table.name,
             mode=mode,
-            ratio=own if ratio is None else ratio,
+            ratio=own if module.ratio is None else module.ratio,
             sharding=layout.sharding,
             column_shards=layout.pieces,
             ranks=places,
-            module=modules[index].name,
+            module=module.name,
             hbm_bytes=round(hbm * UNIT),
             host_bytes=round(host * UNIT),
             hbm_value_bytes=_value_bytes(request, table, layout, mode, own, rows),
@@ -294,13 +278,9 @@ def _placements(
 
 def _value_bytes(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float, rows: int) -> int:
     if request.runtime is not Runtime.DYNAMICEMB:
-        return rows * layout.shard(table, request.topology).dim * table.value_bytes
+        return rows * (table.dim // layout.pieces) * table.value_bytes
     row = row_bytes(table, training=request.step.training)
     if mode not in (Mode.CACHING, Mode.HYBRID):
         return rows * row
     # DynamicEmb adds up the bytes of fused tables and takes their ratio: whole rows would make it a little too small.
-    return math.ceil(_rows_in_hbm(request, table, layout, Mode.HBM_ONLY, 1.0) * ratio * row)
-
-
-def _rows_in_hbm(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float) -> int:
-    return int(footprint_of(request, table, layout, mode, np.array([ratio])).cache_rows[0])
+    return math.ceil(bucket_rows(table.rows, request.topology.ranks) * ratio * row)

@@ -17,26 +17,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.access import Eviction, shared_cache
-from evenkeel.placement.invalid_input import InvalidInputError, TimeIsUpError, require
+from evenkeel.placement.access import BoolArray, Eviction, FloatArray, IntArray, shared_cache
+from evenkeel.placement.fields import InvalidInputError, TimeIsUpError, require
 from evenkeel.placement.layouts import ROW_WISE, TABLE_WISE, Layout, Scope
-from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table, Topology
 from evenkeel.placement.options import (
     PAGE,
     Options,
+    RankLoad,
     allowed_modes,
     mixing_seconds,
-    rank_load,
     ratio_grid,
     table_layouts,
     table_options,
 )
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import PlanRequest, Watch
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 Agreement = tuple[Hashable, float | FloatArray, float | FloatArray]
 """What is agreed on, and two numbers that say what it would be, for each of some options or for all of them."""
 Choice = IntArray
@@ -64,6 +60,7 @@ class Problem:
         mode: (options,) its mode.
         ratio: (options,) fraction of the rows that HBM holds; of a shared cache, of all tables that could share it.
         held: (options,) fraction of the table's own rows that HBM holds.
+        rows: (options,) rows of it that HBM holds on one rank.
         seconds: (options,) kernel time of a step on the average rank; infinite where the table may not choose it.
         hbm: (options,) HBM on the average rank, in units.
         host: (options,) memory on the average host, in units.
@@ -82,6 +79,7 @@ class Problem:
     mode: npt.NDArray[np.object_]
     ratio: FloatArray
     held: FloatArray
+    rows: FloatArray
     seconds: FloatArray
     hbm: FloatArray
     host: FloatArray
@@ -193,9 +191,9 @@ def cheapest(values: FloatArray, starts: IntArray, rows: IntArray) -> IntArray:
     return found
 
 
-def budgets(request: PlanRequest) -> FloatArray:
+def budgets(request: PlanRequest, topology: Topology | None = None) -> FloatArray:
     """(2,) units that tables may use: HBM of a rank without the runtime's workspace, and memory of a host."""
-    topology = request.topology
+    topology = topology or request.topology
     workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables else 0
     hbm = max(0, topology.hbm_budget - workspace) if topology.hbm_bytes else 0
     host = np.inf if topology.host_budget is None else topology.host_budget // PAGE * PAGE / UNIT
@@ -226,10 +224,10 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
     found.sort(key=lambda each: each[:2])  # of options as fast as each other a search takes the first: the narrowest
     layouts = [each.options.layout for each in found]
     sizes = [len(each.options.ratio) for each in found]
-    ratio, held, seconds, hbm, host = (
-        np.concatenate([np.zeros(0), *(getattr(each.options, name) for each in found)])
-        for name in ("ratio", "held", "seconds", "hbm", "host")
-    )
+    columns = {
+        name: np.concatenate([np.zeros(0), *(getattr(each.options, name) for each in found)]) / unit
+        for name, unit in {"ratio": 1, "held": 1, "rows": 1, "seconds": 1, "hbm": UNIT, "host": UNIT}.items()
+    }
     terms, subject = _numbered(found, sizes)
     return Problem(
         starts=np.searchsorted(np.repeat([each.table for each in found], sizes), np.arange(len(request.tables) + 1)),
@@ -237,11 +235,7 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
         scope=np.repeat(np.array([layout.scope for layout in layouts], dtype=np.int64), sizes),
         pieces=np.repeat(np.array([layout.pieces for layout in layouts], dtype=np.int64), sizes),
         mode=np.repeat(np.array([each.options.mode for each in found], dtype=object), sizes),
-        ratio=ratio,
-        held=held,
-        seconds=seconds,
-        hbm=hbm / UNIT,
-        host=host / UNIT,
+        **columns,
         scale=np.repeat([whole_shards(request.topology, layout) for layout in layouts], sizes, axis=0).reshape(-1, 3),
         terms=terms,
         subject=subject,
@@ -268,7 +262,9 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
     shares_caches = is_fused and request.runtime is Runtime.TORCHREC
     shared = shared_caches(request, indices, fine) if shares_caches else {}
     pinned = _pinned_caches(request, indices) if shares_caches else {}
-    every = [_options(request, index, fine, coarse, shared.get(index), pinned.get(index), watch) for index in indices]
+    every = [
+        _options(request, index, (fine, shared.get(index)), (coarse, pinned.get(index)), watch) for index in indices
+    ]
     cached = {(each.layout.sharding, each.dim) for own in every for each in own if each.mode is Mode.CACHING}
     found = []
     for index, options in ((index, options) for index, own in zip(indices, every, strict=True) for options in own):
@@ -342,20 +338,16 @@ def _held(request: PlanRequest, indices: list[int], layout: Layout, slots: Float
     if len(indices) < 2:
         return {}
     rows = [request.tables[index].rows for index in indices]
-    keys = [rank_load(request, request.tables[index], layout).keys for index in indices]
+    keys = [RankLoad(request, request.tables[index], layout).keys for index in indices]
     held = shared_cache(keys, rows, slots) / np.array(rows)[:, None]
     return dict(zip(indices, np.clip(held, 1e-9, 1 - 1e-9), strict=True))
 
 
-def _options(
-    request: PlanRequest,
-    index: int,
-    fine: FloatArray,
-    coarse: FloatArray,
-    shared: FloatArray | None,
-    pinned: FloatArray | None,
-    watch: Watch | None,
-) -> list[Options]:
+_Ratios = tuple[FloatArray, FloatArray | None]
+"""Of a layout, and of the rows of a table in a cache that it shares."""
+
+
+def _options(request: PlanRequest, index: int, by_rows: _Ratios, others: _Ratios, watch: Watch | None) -> list[Options]:
     """All placements of one table."""
     table = request.tables[index]
     if watch is not None and watch.is_over():
@@ -365,7 +357,7 @@ def _options(
     found = []
     try:
         for layout in table_layouts(request, table):
-            grid, held = (fine, shared) if layout == ROW_WISE else (coarse, pinned)
+            grid, held = by_rows if layout == ROW_WISE else others
             own = None if held is None else np.broadcast_to(held, grid.shape)
             found += table_options(request, table, grid, layout, shared=own)
     except OverflowError:
@@ -380,8 +372,8 @@ def _options(
 def _unable(request: PlanRequest, table: Table) -> InvalidInputError:
     """Why a table can be nowhere."""
     given = [mode.value for mode in table.modes] if table.modes else table.ratio
-    load = rank_load(request, table)
-    share = load.unique * load.prefetch_depth * load.shards / table.rows
+    load = RankLoad(request, table)
+    share = load.unique * request.step.prefetch_depth * load.parts / table.rows
     what = f"is a cache of less than the rows of a step, which are {share:.2g} of all"
     remedy = "raise ratio, lower samples_per_rank or prefetch_depth, or allow another mode"
     if request.topology.hbm_bytes == 0:

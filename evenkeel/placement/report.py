@@ -6,22 +6,18 @@ backward pass, what a cache adds to a table in HBM is the fetching of missed row
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.model import Mode, Sharding, Table
-from evenkeel.placement.options import rank_load
+from evenkeel.placement.options import RankLoad, exchange_seconds, mode_seconds
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.timing import exchange_seconds, mode_seconds
 
-FloatArray = npt.NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
 
 
@@ -140,31 +136,35 @@ def make_report(request: PlanRequest, plan: Plan) -> Report | None:
         return None
     ranks, local = request.topology.ranks, request.topology.local_ranks
     tables = tuple(_table_parts(request, *each) for each in zip(request.tables, plan.placements, strict=True))
-    figures = np.zeros((5, ranks))  # HBM and the four parts of time
+    kinds = sorted(Sharding)
+    figures = np.zeros((6 + len(kinds), ranks))  # HBM, the four parts of time, tables, and shards of each kind
     host_bytes, on_host = np.zeros((2, ranks // local), dtype=np.int64)
-    everywhere: Counter[str] = Counter()
-    on_rank: list[list[TableParts]] = [[] for _ in range(ranks)]
     for entry in tables:
-        share = np.array([entry.hbm_bytes, *(getattr(entry, name) for name in _PARTS)])[:, None]
-        if not entry.ranks:
-            everywhere[entry.sharding.value] += 1
-            figures += share
-            shards = np.ones(len(host_bytes), dtype=np.int64)
-        else:
-            for rank in entry.ranks:
-                on_rank[rank].append(entry)
-            held = np.bincount(entry.ranks, minlength=ranks)
-            figures += share * held
-            whole_host = Layout(entry.sharding).scope is Scope.HOST
-            shards = held.reshape(-1, local).sum(axis=1) // (local if whole_host else 1)
+        held = np.bincount(entry.ranks, minlength=ranks) if entry.ranks else np.ones(ranks, dtype=np.int64)
+        figures[:5] += np.array([entry.hbm_bytes, *(getattr(entry, name) for name in _PARTS)])[:, None] * held
+        figures[5] += held > 0
+        figures[6 + kinds.index(entry.sharding)] += held
+        apart = Layout(entry.sharding).scope is Scope.RANK
+        shards = held.reshape(-1, local).sum(axis=1) // (1 if apart else local)
         host_bytes += entry.host_bytes * shards
         on_host += (shards > 0) & (entry.host_bytes > 0)
     # Where tables are cached beside others, outputs and gradients are put in order, which is of no table.
-    mixing = max(0.0, (plan.seconds or 0.0) - float(figures[1:].sum(axis=0).max()))
+    mixing = max(0.0, (plan.seconds or 0.0) - float(figures[1:5].sum(axis=0).max()))
     figures[1:3] += np.array([[0.5], [0.5]] if request.step.training else [[1.0], [0.0]]) * mixing
-    spread = {"seconds": figures[1:].sum(axis=0), "hbm_bytes": figures[0], "host_bytes": host_bytes.astype(np.float64)}
+    spread = {"seconds": figures[1:5].sum(axis=0), "hbm_bytes": figures[0], "host_bytes": host_bytes.astype(np.float64)}
     return Report(
-        ranks=tuple(_ranks(figures, on_rank, everywhere, sum(module.fixed_seconds for module in plan.modules))),
+        ranks=tuple(
+            RankParts(
+                ranks=tuple(alike),
+                tables=int(parts[4]),
+                shards={kind.value: int(count) for kind, count in zip(kinds, parts[5:], strict=True) if count},
+                hbm_bytes=round(hbm),
+                fixed_seconds=sum(module.fixed_seconds for module in plan.modules),
+                seconds=sum(parts[:4]),
+                **dict(zip(_PARTS, parts[:4], strict=True)),
+            )
+            for (hbm, *parts), alike in _alike(zip(*figures.tolist(), strict=True)).items()
+        ),
         hosts=tuple(
             HostParts(hosts=tuple(hosts), ranks=local, tables=number, host_bytes=used)
             for (used, number), hosts in _alike(zip(host_bytes.tolist(), on_host.tolist(), strict=True)).items()
@@ -186,44 +186,20 @@ def _alike(keys: Iterable[K]) -> dict[K, list[int]]:
     return found
 
 
-def _ranks(
-    figures: FloatArray, on_rank: list[list[TableParts]], everywhere: Counter[str], fixed: float
-) -> Iterable[RankParts]:
-    columns = zip(*figures.tolist(), strict=True)
-    held = (  # of most of many ranks nothing
-        (len({e.table for e in own}), tuple(sorted(Counter(e.sharding.value for e in own).items()))) if own else (0, ())
-        for own in on_rank
-    )
-    for (column, (tables, shards)), ranks in _alike(zip(columns, held, strict=True)).items():
-        hbm, *times = column
-        yield RankParts(
-            ranks=tuple(ranks),
-            tables=everywhere.total() + tables,
-            shards=dict(sorted((everywhere + Counter(dict(shards))).items())),
-            hbm_bytes=round(hbm),
-            fixed_seconds=fixed,
-            seconds=sum(times),
-            **dict(zip(_PARTS, times, strict=True)),
-        )
-
-
 def _table_parts(request: PlanRequest, table: Table, placed: Placement) -> TableParts:
     """Parts that sum up to the placement's time, whatever the model leaves out or rounds."""
-    profile, layout = request.profile, Layout(placed.sharding, placed.column_shards)
-    load = rank_load(request, table, layout)
+    load = RankLoad(request, table, Layout(placed.sharding, placed.column_shards))
 
     def seconds(mode: Mode, **changes: Any) -> float:
         ratios, rows = np.array([placed.ratio]), np.array([float(placed.cache_rows)])
-        costs, changed = profile.costs(request.runtime), replace(load, **changes)
-        return float(mode_seconds(profile, costs, changed, mode, ratios, rows)[0])
+        return float(mode_seconds(load.but(**changes), mode, ratios, rows)[0])
 
     cached = placed.mode is Mode.CACHING
     mode = Mode.HBM_ONLY if cached else placed.mode
     prefetch = 0.0
     if cached:
         prefetch = seconds(Mode.CACHING, uncached_state_bytes=0) - seconds(mode, uncached_state_bytes=0)
-    exchanged = exchange_seconds(profile, request.topology, layout, load, table.weight_bytes)
-    known = np.maximum(0.0, [seconds(mode, training=False), exchanged, prefetch])
+    known = np.maximum(0.0, [seconds(mode, training=False), exchange_seconds(load), prefetch])
     if known.sum() > 0 and (not load.training or known.sum() > placed.seconds):
         known *= placed.seconds / known.sum()
     forward, communication, prefetch = known.tolist()

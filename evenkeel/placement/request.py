@@ -1,15 +1,17 @@
-"""What a plan is asked for."""
+"""What a plan is asked for, and the watch over its time limit that every loop of a search looks at."""
 
 from __future__ import annotations
 
+import math
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from evenkeel.placement.access import Eviction, Histogram
-from evenkeel.placement.fields import Checked, Length, Range, Share, check_fields
+from evenkeel.placement.fields import Checked, InvalidInputError, Length, Range, Share, check_fields, require
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
-from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.layouts import WIDTH_UNIT
 from evenkeel.placement.model import DataType, Mode, Runtime, Sharding, Step, Table, Topology
 
@@ -113,6 +115,29 @@ class PlanRequest:
     def profile(self) -> HardwareProfile:
         """The hardware profile itself."""
         return self.hardware if isinstance(self.hardware, HardwareProfile) else builtin_profile(self.hardware)
+
+
+class Watch:
+    """The time that a search has left, from now on."""
+
+    def __init__(self, seconds: float = 60.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._end = clock, clock() + seconds
+
+    def left(self) -> float:
+        """Seconds; none or less once the time is up."""
+        return self._end - self._clock()
+
+    def wall_left(self) -> float:
+        """The same for a library that looks at the wall clock: without end where the time is told by another one."""
+        return self.left() if self._clock is time.monotonic else math.inf
+
+    def part(self, share: float) -> Watch:
+        """A watch over a part of the time that is left."""
+        return Watch(max(0.0, share * self.left()), clock=self._clock)
+
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return self.left() <= 0
 
 
 def with_time(request: PlanRequest, seconds: float) -> PlanRequest:

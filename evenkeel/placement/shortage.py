@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import replace
 
 import numpy as np
 
 from evenkeel.placement.layouts import Scope
-from evenkeel.placement.limits import Watch
+from evenkeel.placement.model import MAX_BYTES, Topology
+from evenkeel.placement.options import PAGE
 from evenkeel.placement.placing import place, solve_and_place
 from evenkeel.placement.plan import Shortage
 from evenkeel.placement.problem import SLACK, UNIT, Choice, Problem, budgets
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import PlanRequest, Watch
 from evenkeel.placement.search import solve
 
-_PAGE = 4096
+_LEAST = PAGE / UNIT
 
 
 def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Shortage:
@@ -76,31 +78,23 @@ def _need(request: PlanRequest, problem: Problem, resource: int, watch: Watch) -
 
 
 def _size(request: PlanRequest, resource: int, units: float) -> int | None:
-    topology = request.topology
-    reserved = topology.host_reserved_fraction if resource else topology.hbm_reserved_fraction
-    if not np.isfinite(units) or reserved >= 1:  # of whatever there is, all is reserved
-        return None
     size = smallest_bytes(request, resource, units)
-    return size if budgets(with_memory(request, resource, size))[resource] >= units - SLACK else None
+    return size if size < MAX_BYTES else None
 
 
-def with_memory(request: PlanRequest, resource: int, size: int) -> PlanRequest:
-    """The same request with another HBM of a rank (0) or memory of a host (1)."""
-    given = replace(request.topology, **{("hbm_bytes", "host_bytes")[resource]: size})
-    return replace(request, topology=given)
+def with_memory(topology: Topology, resource: int, size: int) -> Topology:
+    """The same machines with another HBM of a rank (0) or memory of a host (1)."""
+    return replace(topology, **{("hbm_bytes", "host_bytes")[resource]: size})
 
 
 def smallest_bytes(request: PlanRequest, resource: int, units: float) -> int:
     """The least HBM of a rank (0), or memory of a host (1), whose budget holds `units` beside what is reserved."""
-    topology = request.topology
-    workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables and not resource else 0
-    reserved = topology.host_reserved_bytes if resource else topology.hbm_reserved_bytes
-    fraction = topology.host_reserved_fraction if resource else topology.hbm_reserved_fraction
-    need = math.ceil((units - SLACK) * UNIT / _PAGE) * _PAGE + workspace + reserved
-    total = 2**53 if fraction >= 1 else min(2**53, math.ceil(need / (1 - fraction)))
-    while total < 2**53 and budgets(with_memory(request, resource, total))[resource] < units - SLACK:
-        total += _PAGE
-    return min(total, 2**53)
+
+    def holds(size: int) -> bool:
+        budget = budgets(request, with_memory(request.topology, resource, size))[resource]
+        return bool(budget >= max(_LEAST, units - SLACK))
+
+    return bisect_left(range(MAX_BYTES), True, key=holds)
 
 
 def _largest(request: PlanRequest, problem: Problem, choice: Choice | None, resource: int) -> list[str]:

@@ -17,12 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from evenkeel.placement.access import Eviction
+from evenkeel.placement.access import Eviction, FloatArray, IntArray
 from evenkeel.placement.model import Mode, Optimizer, Table
-
-IntArray = npt.NDArray[np.int64]
 
 HBM_GRANULE = 2 << 20
 HOST_GRANULE = 4096
@@ -55,6 +52,11 @@ def round_up(value: IntArray | int, step: int) -> IntArray:
     return -(-np.asarray(value, dtype=np.int64) // step) * step
 
 
+def bucket_rows(rows: int, ranks: int) -> int:
+    """Rows of the fullest of `ranks` ranks, in whole buckets of DynamicEmb."""
+    return int(round_up(-(-rows // ranks), BUCKET_ROWS))
+
+
 def row_bytes(table: Table, *, training: bool) -> int:
     """Bytes of a row with its optimizer state, as DynamicEmb stores it."""
     embedding = table.dim * table.value_bytes
@@ -74,12 +76,10 @@ def index_bytes(rows: IntArray | int, score_words: int) -> IntArray:
     return rows * per_row + -(-rows // BUCKET_ROWS) * 4
 
 
-def dynamicemb_footprint(
-    table: Table, mode: Mode, ratios: npt.NDArray[np.float64], ranks: int, *, training: bool
-) -> Footprint:
+def dynamicemb_footprint(table: Table, mode: Mode, ratios: FloatArray, ranks: int, *, training: bool) -> Footprint:
     """Bytes of `table` on the fullest of `ranks` ranks in `mode` at each of `ratios`."""
     row = row_bytes(table, training=training)
-    capacity = int(round_up(-(-table.rows // ranks), BUCKET_ROWS))
+    capacity = bucket_rows(table.rows, ranks)
     zero = np.zeros(len(ratios), dtype=np.int64)
     held, cached = zero + capacity, mode is Mode.CACHING
     host_rows = zero
@@ -95,8 +95,7 @@ def dynamicemb_footprint(
     hbm = round_up(values, HBM_GRANULE)
     hbm += sum(round_up(index_bytes(rows, table.score_words), HBM_GRANULE) for rows in indices)
     if table.admission_rows:
-        counted = int(round_up(-(-table.admission_rows // ranks), BUCKET_ROWS))
-        hbm += round_up(index_bytes(counted, 1), HBM_GRANULE)
+        hbm += round_up(index_bytes(bucket_rows(table.admission_rows, ranks), 1), HBM_GRANULE)
     return Footprint(hbm, round_up(host_rows * row, HOST_GRANULE), held)
 
 
@@ -112,7 +111,7 @@ def state_bytes(table: Table, dim: int, *, training: bool) -> tuple[int, int]:
 def torchrec_footprint(
     table: Table,
     mode: Mode,
-    ratios: npt.NDArray[np.float64],
+    ratios: FloatArray,
     rows: int,
     dim: int,
     *,

@@ -7,13 +7,13 @@ from functools import partial
 
 import numpy as np
 
+from evenkeel.placement.access import BoolArray
 from evenkeel.placement.layouts import Layout
-from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode
 from evenkeel.placement.options import table_layouts
 from evenkeel.placement.placing import Placed, place
-from evenkeel.placement.problem import SLACK, BoolArray, Choice, Problem
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.problem import SLACK, Choice, Problem
+from evenkeel.placement.request import PlanRequest, Watch
 
 
 def trivial_placements(request: PlanRequest, problem: Problem, watch: Watch) -> dict[str, Placed | None]:

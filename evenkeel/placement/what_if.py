@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.invalid_input import TimeIsUpError, require
-from evenkeel.placement.limits import Watch
+from evenkeel.placement.fields import TimeIsUpError, require
 from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import fastest, plan
 from evenkeel.placement.problem import Problem, budgets, build_problem
-from evenkeel.placement.request import PlanRequest, with_time
+from evenkeel.placement.request import PlanRequest, Watch, with_time
 from evenkeel.placement.shortage import smallest_bytes, with_memory
 
 MAX_POINTS = 256
@@ -162,7 +161,7 @@ def _sizes(request: PlanRequest, problem: Problem, resource: int, points: int, w
 
 
 def _point(request: PlanRequest, problem: Problem, resource: int, size: int, watch: Watch) -> CurvePoint:
-    asked = with_memory(request, resource, size)
+    asked = replace(request, topology=with_memory(request.topology, resource, size))
     gap = max(_CURVE_GAP, request.solver.gap)
     placed, found, _ = fastest(asked, problem.with_budget(*map(float, budgets(asked))), watch, gap=gap)
     return CurvePoint(
@@ -190,6 +189,7 @@ def _next(request: PlanRequest, resource: int, seconds: float, watch: Watch) -> 
     asked = request
     if resource or request.topology.hbm_bytes:
         more = float(budget[resource] + _GIB_UNITS)
-        asked = with_memory(request, resource, smallest_bytes(request, resource, more))
+        size = smallest_bytes(request, resource, more)
+        asked = replace(request, topology=with_memory(request.topology, resource, size))
     placed, _, _ = fastest(asked, build_problem(asked, watch=watch), watch, gap=request.solver.gap)
     return 0.0 if placed is None else max(0.0, seconds - placed.seconds)

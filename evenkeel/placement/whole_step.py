@@ -31,7 +31,7 @@ from evenkeel.placement.model import (
     Table,
     Topology,
 )
-from evenkeel.placement.options import mixing_seconds, rank_load
+from evenkeel.placement.options import RankLoad, mixing_seconds
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
 
@@ -87,32 +87,28 @@ class StepWork:
 def step_work(request: PlanRequest, plan: Plan) -> StepWork:
     """What a step of `plan` consists of."""
     cached: dict[tuple[str, bool, Sharding], bool] = {}
+    fused: dict[object, list[tuple[Table, bool]]] = {}
     exchanged, moved = 0, 0.0
     for table, placement in zip(request.tables, plan.placements, strict=True):
+        fused.setdefault(table.fuse_key, []).append((table, placement.mode is Mode.CACHING))
         if placement.sharding is Sharding.DATA_PARALLEL:
             continue
         key = (table.group, table.pooled, placement.sharding)
         cached[key] = cached.get(key, False) or placement.mode is Mode.CACHING
         exchanged += 1
         layout = Layout(placement.sharding, placement.column_shards)
-        load = rank_load(request, table, layout)
+        load = RankLoad(request, table, layout)
         rows = (load.served + load.sent) * load.output_bytes * (2 if load.training else 1)
         moved += layout.mean(request.topology) * (rows + (load.received + load.sent) * load.key_bytes)
     known = request.profile.costs(request.runtime)
     rate = max(rate for _, rate in known.hbm_gather or request.profile.hbm_gather)
     of_rows = sum(not pooled for _, pooled, _ in cached)
-    kernels = (plan.seconds or 0.0) - _mixing(request, plan)
+    # Whole steps were fitted with the launches of second modules instead of their kernels.
+    mixed = [own for own in fused.values() if len({is_cached for _, is_cached in own}) > 1]
+    mixing = sum(mixing_seconds(request, [table for table, _ in own]) for own in mixed)
+    kernels = (plan.seconds or 0.0) - mixing
     alone = kernels + (plan.host_seconds or 0.0)
     return StepWork(alone, len(cached), exchanged, sum(cached.values()), of_rows, moved / rate, kernels)
-
-
-def _mixing(request: PlanRequest, plan: Plan) -> float:
-    """Kernels of second modules in a plan's time: whole steps were fitted with the launches of both instead."""
-    fused: dict[object, list[tuple[Table, bool]]] = {}
-    for table, placement in zip(request.tables, plan.placements, strict=True):
-        fused.setdefault(table.fuse_key, []).append((table, placement.mode is Mode.CACHING))
-    mixed = [own for own in fused.values() if len({cached for _, cached in own}) > 1]
-    return sum(mixing_seconds(request, [table for table, _ in own]) for own in mixed)
 
 
 def host_seconds(work: StepWork, costs: StepCosts) -> float:

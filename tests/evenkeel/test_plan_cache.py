@@ -81,7 +81,7 @@ if sys.argv[1]:
         code.write("\\n")
 PlanCache(folder=Path("plans")).plan(request, lambda: plan(request))
 """
-    code, profile = "evenkeel/placement/program.py", "evenkeel/placement/profiles/h200.json"
+    code, profile = "evenkeel/placement/search.py", "evenkeel/placement/profiles/h200.json"
     for change, kept in ((code, 1), ("", 2), (profile, 2), ("", 3), ("", 3)):
         subprocess.run(
             [sys.executable, "-c", program, change], cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, check=True

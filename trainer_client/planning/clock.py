@@ -8,9 +8,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenkeel.key_statistics import KeyTrace, loads, merge
-from evenkeel.key_statistics.sampler import unhashed
+from evenkeel.key_statistics.trace import unhashed
 from evenkeel.placement import (
     DataType,
     InvalidInputError,
@@ -85,9 +85,9 @@ class TableModel(nn.Module):
             kind = ("bags" if table.pooled else "rows") + ("_weighted" if table.weighted else "")
             self.tables.setdefault(f"{kind}_{table.group}".replace(".", "_"), []).append(table)
         self.collections = nn.ModuleDict()
-        meta = torch.device("meta")
         for name, tables in self.tables.items():
-            config: Any = EmbeddingBagConfig if tables[0].pooled else EmbeddingConfig
+            pooled = tables[0].pooled
+            config: Any = EmbeddingBagConfig if pooled else EmbeddingConfig
             configs = [
                 config(
                     name=table.name,
@@ -98,13 +98,11 @@ class TableModel(nn.Module):
                 )
                 for table in tables
             ]
-            if tables[0].pooled:
-                made: Any = EmbeddingBagCollection(configs, is_weighted=tables[0].weighted, device=meta)
-            else:
-                made = EmbeddingCollection(configs, device=meta)
-            self.collections[name] = made
+            made: Any = EmbeddingBagCollection if pooled else EmbeddingCollection
+            weighted = {"is_weighted": tables[0].weighted} if pooled else {}
+            self.collections[name] = made(configs, device=torch.device("meta"), **weighted)
+            held: Any = getattr(self.collections[name], "embedding_bags" if pooled else "embeddings")
             for table in tables:
-                held = made.embedding_bags if table.pooled else made.embeddings
                 options = {"lr": _LEARNING_RATE}
                 apply_optimizer_in_backward(_optimizer(table.optimizer, device), held[table.name].parameters(), options)
 
@@ -199,12 +197,8 @@ class Trial:
         from torchrec.distributed.model_parallel import DistributedModelParallel
         from torchrec.distributed.types import ShardingEnv
 
-        self._model, self._batches, self._device, self._group = (
-            TableModel(request, device),
-            cycle(batches),
-            device,
-            group,
-        )
+        self._model, self._batches = TableModel(request, device), cycle(batches)
+        self._device, self._group = device, group
         self.dense, self.steps, self.launches = dense, list[float](), list[float]()
         ranks = group or dist.group.WORLD
         assert ranks is not None, "there is a process group"
@@ -212,10 +206,10 @@ class Trial:
         env = ShardingEnv.from_process_group(ranks)
         self.parallel = DistributedModelParallel(self._model, env=env, device=device, plan=sharded)
 
-    def run(self, seconds: float, *, most: int = 1_000_000) -> None:
-        """Trains for so long, or so many steps, untimed: caches fill. Collective."""
+    def run(self, seconds: float) -> None:
+        """Trains for so long, a step at least, untimed: caches fill. Collective."""
         begin = time.perf_counter()
-        for number in range(most):
+        for number in count():
             self._step(self._next())
             is_over = time.perf_counter() - begin > seconds
             if number % _BLOCK_STEPS == 0 and is_true_anywhere(is_over, self._device, self._group):
@@ -288,7 +282,7 @@ def wait(device: torch.device) -> None:
 
 
 def drawn_batches(
-    request: PlanRequest, count: int = 64, *, traces: Mapping[str, KeyTrace] | None = None, seed: int = 0
+    request: PlanRequest, number: int = 64, *, traces: Mapping[str, KeyTrace] | None = None, seed: int = 0
 ) -> list[Batch]:
     """Keys of one rank: those that were traced, and of other tables drawn by their popularity.
 
@@ -296,14 +290,14 @@ def drawn_batches(
     for several. Keys of a table of which only a miss curve is known are drawn from a Zipf law.
     """
     draw = np.random.default_rng(seed)
-    batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(count)]
+    batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(number)]
     samples = request.step.samples_per_rank
     for table in request.tables:
         cells = samples * table.features
         trace = (traces or {}).get(table.name)
-        for number, batch in enumerate(batches):
+        for step, batch in enumerate(batches):
             wanted = round(table.ids_per_sample * samples)
-            keys = _drawn(table, wanted, draw) if trace is None else _replayed(trace, table, wanted, number, draw)
+            keys = _drawn(table, wanted, draw) if trace is None else _replayed(trace, table, wanted, step, draw)
             lengths = np.full(cells, len(keys) // cells)
             lengths[draw.permutation(cells)[: len(keys) % cells]] += 1
             batch[table.name] = torch.from_numpy(keys), torch.from_numpy(lengths)
@@ -344,7 +338,12 @@ def contenders(request: PlanRequest, first: Plan, torchrecs: Mapping[str, Any] |
     for factor, name in _MISSES.items():
         costs = request.profile.costs(request.runtime)
         runtimes = {request.runtime.value: replace(costs, miss_factor=factor * costs.miss_factor)}
-        made[name] = _priced(request, _planned(replace(request, hardware=replace(request.profile, runtimes=runtimes))))
+        other = _planned(replace(request, hardware=replace(request.profile, runtimes=runtimes)))
+        cuts = [
+            (p.mode, p.ratio if 0 < p.ratio < 1 else None, p.sharding, p.column_shards)
+            for p in (other.placements if other else ())
+        ]
+        made[name] = _as_cut(request, cuts) if cuts else None
     with contextlib.suppress(InvalidInputError):  # there may be no time to price all tables
         made |= trivial_plans(with_time(request, min(_SEARCH_S, request.solver.time_limit_s)))
     with contextlib.suppress(InvalidInputError):  # TorchRec cuts into widths that FBGEMM does not take
@@ -364,25 +363,28 @@ def _planned(request: PlanRequest) -> Plan | None:
         return None
 
 
-def _priced(request: PlanRequest, found: Plan | None) -> Plan | None:
-    """A plan that was made for other costs, with the times that this request's profile predicts."""
-    if found is None or not found.placements:
-        return None
+Cut: TypeAlias = tuple[Mode, float | None, Sharding, int]
+"""How a table is stored and cut: its mode, the ratio of a cache, and parts of its width."""
+
+
+def _as_cut(request: PlanRequest, cuts: Sequence[Cut]) -> Plan | None:
+    """A plan whose tables are stored and cut as those of another one; this request's profile predicts its times."""
     tables = [
-        _pinned(table, p.mode, p.ratio if 0 < p.ratio < 1 else None, p.sharding, p.column_shards)
-        for table, p in zip(request.tables, found.placements, strict=True)
+        replace(
+            table,
+            modes=(mode,),
+            ratio=ratio,
+            sharding=sharding,
+            column_shards=parts if parts > 1 else table.column_shards,
+        )
+        for table, (mode, ratio, sharding, parts) in zip(request.tables, cuts, strict=True)
     ]
     return _planned(replace(request, tables=tuple(tables)))
 
 
-def _pinned(table: Table, mode: Mode, ratio: float | None, sharding: Sharding, columns: int) -> Table:
-    pieces = columns if columns > 1 else table.column_shards
-    return replace(table, modes=(mode,), ratio=ratio, sharding=sharding, column_shards=pieces)
-
-
 def as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
     """A plan that cuts and stores tables as another planner does; on which ranks is decided here."""
-    tables = []
+    cuts: list[Cut] = []
     for table in request.tables:
         given = parameters.get(table.name)
         if given is None or given.sharding_type not in set(Sharding) or given.compute_kernel not in _MODES:
@@ -390,9 +392,8 @@ def as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
         mode = _MODES[given.compute_kernel]
         factor = getattr(given.cache_params, "load_factor", None) or _DEFAULT_LOAD_FACTOR
         blocks = {shard.shard_offsets[1] for shard in given.sharding_spec.shards} if given.sharding_spec else {0}
-        ratio = factor if mode is Mode.CACHING else None
-        tables.append(_pinned(table, mode, ratio, Sharding(given.sharding_type), len(blocks)))
-    return _planned(replace(request, tables=tuple(tables)))
+        cuts.append((mode, factor if mode is Mode.CACHING else None, Sharding(given.sharding_type), len(blocks)))
+    return _as_cut(request, cuts)
 
 
 def torchrecs_parameters(request: PlanRequest, device: torch.device) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from evenkeel.placement import (
     parse_topology,
 )
 from evenkeel.placement.access import Access
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.fields import require
 from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, dumps, measured_line
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
@@ -341,10 +341,6 @@ def _size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-if TYPE_CHECKING:
-    from torchrec.distributed.types import ShardingPlan
-
-
 class TorchRecPlanner:
     """`plan_model` with the methods of TorchRec's planners and, for TorchRec 1.9, of its `PlannerExecutor`.
 
@@ -401,11 +397,10 @@ class TorchRecPlanner:
         """
         from torchrec.distributed.planner.types import ShardingPlanResult
 
-        request, (hbm_bytes, host_bytes), why = ctx.request, (0, 0), None
+        request, (hbm_bytes, host_bytes), plan, why = ctx.request, (0, 0), None, None
         model = request.model if isinstance(request.model, nn.Module) else request.model()
         ahead = {"topology": f"{sku.lower()}x{request.world_size}"} if pg is None else {}
         planner = TorchRecPlanner(self._batches, **{"samples_per_rank": request.batch_size} | ahead | self._options)
-        plan = None
         try:
             plan = planner.collective_plan(model, request.sharders, pg)
         except InvalidInputError as error:

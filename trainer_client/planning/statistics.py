@@ -8,10 +8,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -77,10 +78,9 @@ class KeyStatistics:
         for index, names in enumerate(features.values()):
             for name in names:
                 self._tables.setdefault(name, []).append(index)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
-        self._reading: deque[threading.Event] = deque()
-        self._failure: Exception | None = None
+        self._reading: deque[Future[None]] = deque()
         weakref.finalize(self, self._work.put, None)
 
     def observe(self, *batches: Any) -> None:
@@ -100,8 +100,8 @@ class KeyStatistics:
         if self._reader is None:  # a daemon: a copy that never arrives must not keep the job from ending
             self._reader = threading.Thread(target=_run, args=(self._work,), name="key-statistics", daemon=True)
             self._reader.start()
-        self._reading.append(threading.Event())
-        self._work.put(partial(self._read, step, samples, self._reading[-1]))
+        self._reading.append(Future())
+        self._work.put((self._reading[-1], partial(self._count, step, samples)))
 
     def traces(self) -> dict[str, KeyTrace]:
         """What this rank saw, by name of the table; waits for batches that are still being read.
@@ -167,20 +167,14 @@ class KeyStatistics:
 
     def _wait(self, ahead: int = 0) -> None:
         """Waits until no more than so many steps are still to be read."""
-        while len(self._reading) > ahead:
-            if not self._reading[0].wait(_PATIENCE):
-                raise RuntimeError(f"key statistics: no batch was read for {_PATIENCE:g} s")
+        while self._reading and (len(self._reading) > ahead or self._reading[0].done()):
+            try:
+                self._reading[0].result(_PATIENCE)
+            except TimeoutError:
+                raise RuntimeError(f"key statistics: no batch was read for {_PATIENCE:g} s") from None
+            except Exception as error:
+                raise RuntimeError(f"key statistics: a batch could not be read: {error}") from error
             self._reading.popleft()
-        if self._failure is not None:
-            raise RuntimeError(f"key statistics: a batch could not be read: {self._failure}") from self._failure
-
-    def _read(self, step: list[_Features], samples: int, done: threading.Event) -> None:
-        try:
-            if self._failure is None:
-                self._count(step, samples)
-        except Exception as error:
-            self._failure = error
-        done.set()
 
     def _count(self, step: list[_Features], samples: int) -> None:
         batches = []
@@ -201,10 +195,16 @@ class KeyStatistics:
         self._sampler.observe(batches, samples)
 
 
-def _run(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    for read in iter(work.get, None):
-        read()
-        del read  # or it would keep the statistics while it waits
+_Work: TypeAlias = tuple[Future[None], Callable[[], None]]
+
+
+def _run(work: queue.SimpleQueue[_Work | None]) -> None:
+    for done, read in iter(work.get, None):
+        try:
+            done.set_result(read())
+        except Exception as error:
+            done.set_exception(error)
+        del done, read  # or it would keep the statistics while it waits
 
 
 def _on_the_way(batch: Any) -> _Features:

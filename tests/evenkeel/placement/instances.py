@@ -18,6 +18,7 @@ class Option(NamedTuple):
     dim: int
     ratio: float
     held: float
+    rows: float
     seconds: float
     hbm: float
     host: float

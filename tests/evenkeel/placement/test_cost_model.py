@@ -21,8 +21,7 @@ from evenkeel.placement import (
 from evenkeel.placement.calibration import fit_costs, predictor
 from evenkeel.placement.fields import encode
 from evenkeel.placement.hardware import parse_profile
-from evenkeel.placement.options import rank_load, ratio_grid, table_options
-from evenkeel.placement.timing import mode_seconds
+from evenkeel.placement.options import RankLoad, mode_seconds, ratio_grid, table_options
 
 PROFILE = builtin_profile("h200")
 ROUND = RuntimeCosts(
@@ -56,7 +55,7 @@ def test_predicted_memory_covers_what_was_in_use_within_a_tenth(row: object) -> 
 
 def test_unique_keys_agree_with_those_measured() -> None:
     asked = measured_request()
-    assert sum(rank_load(asked, table).unique for table in asked.tables) == pytest.approx(173_500, rel=1e-3)
+    assert sum(RankLoad(asked, table).unique for table in asked.tables) == pytest.approx(173_500, rel=1e-3)
 
 
 def test_profiles_survive_json_and_name_their_source() -> None:
@@ -85,22 +84,22 @@ def test_the_larger_a_cache_the_shorter_a_step_from_none_to_one_of_all_rows(
     exponent: float, dim: int, samples: int
 ) -> None:
     request, table = _asked(exponent, dim, samples)
-    load, costs = rank_load(request, table), request.profile.costs(request.runtime)
+    load, costs = RankLoad(request, table), request.profile.costs(request.runtime)
     ratios = np.linspace(0.0, 1.0, 400)
-    seconds = mode_seconds(request.profile, costs, load, Mode.CACHING, ratios, ratios * table.rows)
+    seconds = mode_seconds(load, Mode.CACHING, ratios, ratios * table.rows)
     hits = load.unique * (1 - load.keys.misses(ratios * table.rows))
     found = costs.cache_lookup_s * load.received + costs.cache_hit_s * hits
     assert (seconds > found).all()
     seconds = seconds - found  # of the rows, apart from looking them up in a cache
     assert (np.diff(seconds) <= 1e-12).all()
-    in_host = mode_seconds(request.profile, costs, load, Mode.HOST_ONLY, ratios[:1], ratios[:1])[0]
+    in_host = mode_seconds(load, Mode.HOST_ONLY, ratios[:1], ratios[:1])[0]
     assert seconds[0] == pytest.approx(in_host, rel=0.01)
     assert seconds[0] > 1.5 * seconds[-1]
 
 
 def test_only_caches_that_need_not_hold_a_step_may_be_smaller_than_one() -> None:
     request, table = _asked(0.8, 64, 4096)
-    unique = rank_load(request, table).unique
+    unique = RankLoad(request, table).unique
     grid = ratio_grid(1)
     smallest = {}
     for name, asked in (
@@ -117,8 +116,8 @@ def test_only_caches_that_need_not_hold_a_step_may_be_smaller_than_one() -> None
 
 def test_a_small_table_that_is_looked_up_often_is_not_faster_in_host_memory() -> None:
     request, table = _asked(1.2, 8, 32)
-    load, costs = rank_load(request, replace(table, rows=3)), request.profile.costs(Runtime.TORCHREC)
+    load = RankLoad(request, replace(table, rows=3))
     one, none = np.ones(1), np.zeros(1)
-    in_hbm = mode_seconds(request.profile, costs, load, Mode.HBM_ONLY, one, one * table.rows)
-    in_host = mode_seconds(request.profile, costs, load, Mode.HOST_ONLY, none, none)
+    in_hbm = mode_seconds(load, Mode.HBM_ONLY, one, one * table.rows)
+    in_host = mode_seconds(load, Mode.HOST_ONLY, none, none)
     assert in_host >= in_hbm

@@ -36,11 +36,10 @@ from evenkeel.placement import (
     search,
 )
 from evenkeel.placement.layouts import ROW_WISE
-from evenkeel.placement.limits import Watch
 from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import SLACK, Problem, build_problem
-from evenkeel.placement.program import solve_core
-from evenkeel.placement.search import PricedGroup, solve
+from evenkeel.placement.request import Watch
+from evenkeel.placement.search import PricedGroup, solve, solve_core
 from evenkeel.placement.trivial import trivial_placements
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
 from tests.evenkeel.placement.instances import brute_force, mixed_request, random_tables, request
@@ -203,6 +202,7 @@ def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
         mode=np.tile(np.array([Mode.HBM_ONLY, Mode.HOST_ONLY], dtype=object), 6),
         ratio=np.tile([1.0, 0.0], 6),
         held=np.tile([1.0, 0.0], 6),
+        rows=np.tile([1.0, 0.0], 6),
         seconds=seconds.ravel(),
         hbm=hbm.ravel(),
         host=np.zeros(12),
@@ -250,11 +250,10 @@ def test_solvers_print_nothing_and_run_beside_others_that_use_more_threads() -> 
     program = """
 import highspy
 import numpy as np
-from evenkeel.placement.limits import Watch
+from evenkeel.placement.request import Watch
 from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import build_problem
-from evenkeel.placement.program import solve_core
-from evenkeel.placement.search import solve
+from evenkeel.placement.search import solve, solve_core
 from evenkeel.placement.trivial import trivial_placements
 from tests.evenkeel.placement.instances import random_tables, request
 

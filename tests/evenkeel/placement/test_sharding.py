@@ -30,8 +30,7 @@ from evenkeel.placement.access import fullest_rank
 from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.hardware import builtin_profile
 from evenkeel.placement.layouts import Layout, layouts
-from evenkeel.placement.options import rank_load
-from evenkeel.placement.timing import exchange_seconds
+from evenkeel.placement.options import RankLoad, exchange_seconds
 from tests.evenkeel.placement.instances import brute_force, random_tables, request
 
 FloatArray = npt.NDArray[np.float64]
@@ -192,8 +191,8 @@ def test_collectives_cost_what_their_bytes_take() -> None:
         layout, own = Layout(sharding), replace(table, sharding=sharding, **changes)  # type: ignore[arg-type]
         machines = replace(topology, ranks=ranks, ranks_per_host=min(ranks, 4))
         step = Step(samples_per_rank=100, training=training)
-        request = PlanRequest(tables=(own,), topology=machines, runtime=Runtime.TORCHREC, step=step)
-        return exchange_seconds(profile, machines, layout, rank_load(request, own, layout), own.weight_bytes)
+        request = PlanRequest(tables=(own,), topology=machines, hardware=profile, runtime=Runtime.TORCHREC, step=step)
+        return exchange_seconds(RankLoad(request, own, layout))
 
     def skew(parts: int) -> float:
         return fullest_rank(table.access, table.rows, 8000.0, parts)

@@ -22,7 +22,7 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionColl
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Topology, plan
-from evenkeel.placement.options import rank_load
+from evenkeel.placement.options import RankLoad
 from evenkeel.placement.storage import torchrec_footprint
 from tests.trainer_client.balancing.jobs import run_in_turn
 from trainer_client.planning import describe_model, plan_model
@@ -201,7 +201,7 @@ def test_types_weights_learned_weights_and_managed_collisions_train_by_their_pla
 
 def test_rows_of_every_type_leave_the_table_as_float32() -> None:
     whole, half = (_request(_bags(kind)) for kind in (DataType.FP32, DataType.FP16))
-    found = [rank_load(request, request.tables[0]) for request in (whole, half)]
+    found = [RankLoad(request, request.tables[0]) for request in (whole, half)]
     assert [load.embedding_bytes for load in found] == [DIM * 4, DIM * 2]
     assert {load.output_bytes for load in found} == {DIM * 4}
 
@@ -209,9 +209,9 @@ def test_rows_of_every_type_leave_the_table_as_float32() -> None:
 def test_weights_of_lookups_travel_and_their_gradients_read_every_row_again() -> None:
     plain, weighted = (_request(_bags(weighted=each)) for each in (False, True))
     assert weighted.tables[0].weighted
-    found = [rank_load(request, request.tables[0]) for request in (plain, weighted)]
+    found = [RankLoad(request, request.tables[0]) for request in (plain, weighted)]
     assert [load.key_bytes for load in found] == [8, 12]
-    assert [load.backward_rows for load in found] == [0.0, found[0].forward_rows]
+    assert [load.backward_rows for load in found] == [0.0, found[0].received]
     slow, fast = plan(weighted), plan(plain)
     assert slow.seconds is not None
     assert fast.seconds is not None
