@@ -23,9 +23,6 @@ FILES = ("docker-compose.yml", "deploy/compose.secure.yml", "deploy/compose.host
 SERVICES = ("balancer-1", "planner")
 SERVICE_USER = 65532
 JOB = "secure-test"
-PLANS = "https://localhost:8080/v1/plans"
-EXAMPLE = {"tables": [{"name": "items", "rows": 1_000_000, "dim": 64}], "topology": {"ranks": 8, "hbm_bytes": 60 << 30}}
-
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -124,21 +121,6 @@ def test_the_job_trains_through_tls(secured: Secured) -> None:
     eventually(lambda: secured.job.process.poll() is not None or planned(secured, "team") > 0, 240, "rounds planned")
     secured.job.check_running()
     assert planned(secured, "others") == 0
-
-
-def test_curl_gets_a_plan_with_a_token_only(secured: Secured) -> None:
-    trusted = ("--cacert", str(secured.files.ca))
-    code, text = secured.curl(*trusted, "https://localhost:8080/readyz")
-    assert (code, text.splitlines()[-1]) == (0, "200"), text
-    request = secured.folder / "request.json"
-    request.write_text(json.dumps(EXAMPLE))
-    post = ("-H", "Content-Type: application/json", "-d", f"@{request}", PLANS)
-    for name, status in (("others", "200"), ("team", "401"), (None, "401")):  # `team` is for the balancer alone
-        header = () if name is None else ("-H", f"Authorization: Bearer {secured.token(name)}")
-        code, text = secured.curl(*trusted, *header, *post)
-        assert (code, text.splitlines()[-1]) == (0, status), text
-    assert secured.curl(PLANS)[0] == 60  # an authority that curl does not know
-    assert secured.curl("http://localhost:8080/readyz")[0] in (52, 56, 1)  # no answer in plaintext
 
 
 def test_renewal_needs_no_restart(secured: Secured) -> None:

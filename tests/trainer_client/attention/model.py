@@ -10,6 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -57,7 +60,7 @@ class Program:
     num_layers: int = 2
     layers_again: int = 0  # layers of an activation checkpoint
     compiled: bool = False
-    parallel: bool = False  # under DDP, which averages gradients
+    parallel: str | None = None  # under "ddp" or "fsdp2", which average gradients
     nodes: tuple[str, ...] | None = None  # of the ranks; default: all are on one
 
     def split(self) -> list[SplitSample]:
@@ -168,7 +171,14 @@ def train(
         torch.cat([none, *(data[s][part, begin:end] for s, begin, end, *_ in sequences)]) for part in (0, 1)
     )
     rows.requires_grad_()
-    run: Any = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1e-4) if program.parallel else model
+    run: Any = model
+    if program.parallel == "ddp":
+        run = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1e-4)
+    elif program.parallel == "fsdp2":
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh)
     run = torch.compile(run, backend="eager") if program.compiled else run
     out = run(rows, positions, program, offsets.int(), table[:, 3], table[:, 4], pieces)
     loss = (out.sin() * weights).sum()
@@ -180,6 +190,7 @@ def train(
         for row, position in enumerate(range(begin, end), first)
     }
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    gradients = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
     return {"loss": float(loss.detach()), "gradients": gradients, "rows": by_sample}
 
 

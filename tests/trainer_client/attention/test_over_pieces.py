@@ -57,7 +57,7 @@ def programs(draw: st.DrawFn) -> Program:
         world_size=world_size,
         kernel=kernel,
         layers_again=draw(st.integers(0, 2)),
-        parallel=draw(st.booleans()),
+        parallel=draw(st.sampled_from([None, "ddp", "fsdp2"])),
         nodes=draw(st.sampled_from([None, ("one", "two", "two", "two")[:world_size]])),
     )
 
@@ -67,11 +67,11 @@ def run(ranks: GlooRanks, program: Program) -> list[dict[str, Any]]:
 
 
 def check_equal(program: Program, parts: list[dict[str, Any]]) -> None:
-    whole = train(replace(program, parallel=False), None, None)
+    whole = train(replace(program, parallel=None), None, None)
     assert sum(part["loss"] for part in parts) == pytest.approx(whole["loss"], abs=1e-10, rel=1e-10)
     for number, expected in enumerate(whole["gradients"]):
         found = torch.stack([part["gradients"][number] for part in parts])
-        # Under DDP each rank has the mean of all, else its own part of the sum.
+        # Under DDP and FSDP2 each rank has the mean of all, else its own part of the sum.
         found = program.world_size * found if program.parallel else found.sum(0, keepdim=True)
         torch.testing.assert_close(found, expected.expand_as(found), atol=1e-10, rtol=1e-10)
     rows = {place: values for part in parts for place, values in part["rows"].items()}

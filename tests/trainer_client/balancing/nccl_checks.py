@@ -89,26 +89,6 @@ def check_stage(device: torch.device) -> None:
         print(f"two ranks of {len(everyone)}: {len(found)} samples", flush=True)
 
 
-def check_resume(batches: list[Batch], window: int) -> None:
-    """What comes after a state of each step is what came after it before."""
-    with Balancer.embedded(options=BalanceOptions(window=window)) as balancer:
-
-        def make() -> BalancedLoader[Batch]:
-            return BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)
-
-        loader = make()
-        states, steps = [loader.state_dict()], []
-        for batch in loader:
-            steps.append((batch["id"].tolist(), loader.loss_scale))
-            states.append(loader.state_dict())
-        for number, state in enumerate(states):
-            again = make()
-            again.load_state_dict(state)
-            assert [(batch["id"].tolist(), again.loss_scale) for batch in again] == steps[number:], (window, number)
-    if dist.get_rank() == 0:
-        print(f"resumed after each of {len(steps)} steps, window={window}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bound", action="store_true", help="bind the default group to the ranks' devices")
@@ -125,9 +105,6 @@ def main() -> None:
         cost=TokenCost(tokens="count"),
     )
     check("batches of the GPU, windows", [on(device, batch) for batch in ours], options=BalanceOptions(window=2))
-    for window in (1, 3):
-        check_resume(ours, window)
-        check_resume([on(device, batch) for batch in ours], window)
     torch.set_default_device(device)
     check("a default device", ours)
     torch.set_default_device("cpu")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -142,4 +145,15 @@ def test_ranks_train_behind_tls_and_tokens(tmp_path: Path) -> None:
         check_whole(results)
         assert {record["mode"] for record in results[0]} == {"embedded"}
         until_logged(balancer, "PERMISSION_DENIED")
-        assert TOKEN not in balancer.log
+        with socket.create_connection(("127.0.0.1", balancer.port), 60) as stranger:  # no TLS: gRPC's core complains
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(OSError):
+                assert stranger.recv(4096) is not None
+        assert balancer.stop() == 0
+        log = balancer.log
+    lines = [json.loads(line) for line in log.splitlines()]
+    life = ["serving", "draining", "stopped"]
+    assert [line["event"] for line in lines if line["event"] in life] == life
+    assert {line["job"] for line in lines if line["event"] == "round planned"} == {"secured"}
+    for secret in (TOKEN, hash_token(TOKEN), "PRIVATE KEY"):
+        assert secret not in log

@@ -249,8 +249,6 @@ def of_peers(rank: int, what: str) -> None:
     batches = [make_batch(dp, step, 4) for step in range(3)]
     if what == "values" and rank == 3:
         batches[0]["id"] = batches[0]["id"] + 1
-    if what == "lengths" and rank == 3:
-        batches[1] = make_batch(7, 1, 4)
     if what == "first" and rank == 1:
         batches.clear()
     if what == "grid":
@@ -262,7 +260,6 @@ def of_peers(rank: int, what: str) -> None:
 
 OF_PEERS: dict[str, tuple[type[Exception], str]] = {
     "values": (PeersDifferError, "in round 0 rank 3 has other samples than rank 2"),
-    "lengths": (PeersDifferError, "in round 1 rank 3 has other samples than rank 2"),
     "first": (PeersDifferError, "in round 0 rank 1 has no batch where rank 0 has one"),
     "grid": (ValueError, "do not fit those of others"),
 }

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.compile import Preparation
 from tests.trainer_client.balancing.jobs import (
     SPEC,
     Job,
-    JobData,
     balancer_of,
     cost_of,
     logged,
@@ -70,52 +66,10 @@ def test_costs_that_cannot_be_used_are_told_by_their_rank_and_the_first_again_an
     assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]
 
 
-WINDOW = 3
-
-
-def options(**changes: Any) -> BalanceOptions:
-    return BalanceOptions(**{"timeout": timedelta(seconds=10), "window": WINDOW, **changes})
-
-
-def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
-    """Of each step what is trained, how heavy it is, and what is told of its round."""
-    records = []
-    with job.balancer() as balancer:
-        loader = BalancedLoader(JobData(job, rank), balancer, cost=cost_of, spec=SPEC)
-        for batch in loader:
-            told = {"mode": loader.report.mode.value, "round": loader.report.round}
-            records.append(
-                {"ids": batch["id"].tolist(), "load": float(cost_of(batch).sum()), "imbalance": loader.report.imbalance}
-                | told
-            )
-    return records
-
-
-def windows_total(results: list[list[dict[str, Any]]]) -> float:
-    """Sum over the steps of the largest load: what the job's time is proportional to."""
-    return sum(max(record["load"] for record in step) for step in zip(*results, strict=True))
-
-
-def test_samples_meet_within_their_window_only(balancer: ServiceProcess) -> None:
-    job = Job(steps=(7, 7, 7), batch_size=3, address=balancer.address, name="window-service", options=options())
-    without = replace(job, address=None, options=options(window=1))
-    served, embedded, alone = run_in_turn(3, *((run_job, each) for each in (job, replace(job, address=None), without)))
-    assert {record["mode"] for record in served[0]} == {"service"}
-    assert {record["mode"] for record in embedded[0]} == {"embedded"}
-    for rank in served:  # that nothing is lost, `test_programs` says
-        assert all(record["round"] == step // WINDOW for step, record in enumerate(rank))
-    for rank in range(3):
-        assert [record["ids"] for record in served[rank]] == [record["ids"] for record in embedded[rank]]
-        assert [record["imbalance"] for record in served[rank]] == [record["imbalance"] for record in embedded[rank]]
-    assert windows_total(served) < 0.9 * windows_total(alone)  # small batches of data with heavy tails
-    steps = [record["ids"] for record in served[0]]
-    assert any(sample // 1000 % 1000 != index for index, ids in enumerate(steps) for sample in ids)
-
-
 def _submits_by_hand(rank: int) -> list[list[int]]:
     batches = [make_batch(rank, step, 6) for step in range(4)]
     trained = []
-    with Balancer.embedded(options=options(window=4)) as balancer:
+    with Balancer.embedded(options=BalanceOptions(window=4)) as balancer:
         stream = balancer.stream()
         ticket = stream.submit_window(batches, cost=lambda batch: batch["count"], spec=SPEC)
         outcome = stream.directive(ticket)

@@ -15,6 +15,7 @@ from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import balancer_of, logged, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
+from trainer_client.balancing.pipelines import balanced_batches
 
 HSTU = HSTUCost(num_layers=1, width=8, num_heads=1, head_dim=4, history=["count", "count"], context=2, candidates=3)
 SPEC = BatchSpec(
@@ -169,6 +170,8 @@ def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]
         for name in ("ignores", "asks"):
             loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC, name=name)
             assert sum(len(loader.splits) for _ in loader if name == "asks") == (name == "asks") * 2
+        for balanced in balanced_batches(loader):
+            assert balanced.splits == loader.splits
         for name in ("ignores by hand", "asks by hand"):
             for batch in batches:
                 ticket = balancer.submit(batch, cost=job.cost, spec=SPEC, loader=name)
