@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from evenkeel.credentials import Credentials
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec
 
 SPEC = BatchSpec(rows_per_sample={"values": "count"})
@@ -41,7 +42,7 @@ class Steps:
         pace: Seconds of a step's own work.
         batch_size: Samples of each rank.
         max_steps: After which it ends by itself.
-        loader: The stream's name.
+        credentials: What the service asks for.
         slow: (rank, step) to the seconds that the rank's data takes there.
         bad_costs: (rank, step) at which a cost is NaN.
         big: (rank, step) at which the batch has 30 times the samples.
@@ -53,7 +54,7 @@ class Steps:
     pace: float = 0.02
     batch_size: int = 6
     max_steps: int = 100_000
-    loader: str = "train"
+    credentials: Credentials = Credentials()
     slow: dict[tuple[int, int], float] = field(default_factory=dict)
     bad_costs: frozenset[tuple[int, int]] = frozenset()
     big: frozenset[tuple[int, int]] = frozenset()
@@ -91,9 +92,8 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
         costs = cost_of(batch)
         return torch.full_like(costs, torch.nan, dtype=torch.float64) if next(calls) in bad else costs
 
-    with Balancer.connect(steps.address, job=steps.name, options=options) as balancer:
-        source: Any = _Source(steps, rank)
-        loader = BalancedLoader(source, balancer, cost=cost, spec=SPEC, name=steps.loader)
+    with Balancer.connect(steps.address, job=steps.name, options=options, credentials=steps.credentials) as balancer:
+        loader = BalancedLoader(_Source(steps, rank), balancer, cost=cost, spec=SPEC)
         came = time.monotonic()
         for step, batch in enumerate(loader):
             blocked = time.monotonic() - came

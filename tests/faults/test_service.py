@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import signal
@@ -9,15 +10,21 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import grpc
 import pytest
+import trustme
+import yaml
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.authorities import write_certificate
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer, until_logged
 from benchmarks.harness.crew import Crew, Run
 from benchmarks.harness.proxy import TcpProxy
 from benchmarks.harness.relay import Ask, Refused, Relay
 from benchmarks.harness.steps import Steps
+from evenkeel.credentials import Credentials
+from services.security.tokens import hash_token
 
 WAIT = 1.0
 """Seconds that a step may wait on a machine which runs much else; planning takes a thousandth of it."""
@@ -188,3 +195,46 @@ def test_out_of_file_descriptors(crew: Crew, balancer: ServiceProcess, proxy: Tc
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         run.until(mode="service", times=3)
     check_waits(run)
+
+
+def test_ranks_behind_tls_and_tokens_go_on_while_these_are_rotated(crew: Crew, tmp_path: Path) -> None:
+    """No call is refused but those of another job, and no secret is logged."""
+    authority, first, second = trustme.CA(), "t" * 43, "n" * 43
+    server, client = (write_certificate(authority, tmp_path, name) for name in ("server", "client"))
+    tokens, token = tmp_path / "tokens.yml", tmp_path / "token"
+
+    def allow(*known: str) -> None:
+        entries = [{"name": key[:4], "sha256": hash_token(key), "jobs": ["secured"]} for key in known]
+        part = tokens.with_suffix(".part")
+        part.write_text(yaml.safe_dump({"tokens": entries}))
+        part.replace(tokens)
+
+    allow(first)
+    token.write_text(first)
+    named = Credentials(ca=server.ca, certificate=client.certificate, key=client.key, token_file=token)
+    with running_balancer(
+        "--tls-certificate", str(server.certificate), "--tls-key", str(server.key), "--tls-client-ca", str(server.ca),
+        "--token-file", str(tokens), "--log-level", "debug",
+    ) as balancer:  # fmt: skip
+        address = f"localhost:{balancer.port}"
+        with crew.run(Steps(address=address, name="secured", timeout=20.0, credentials=named)) as run:
+            run.until(mode="service", times=3)
+            for change in (lambda: allow(first, second), lambda: token.write_text(second), lambda: allow(second)):
+                change()
+                time.sleep(1.2)  # files are looked at once a second
+                run.catch_up()
+                run.until(mode="service", times=3)
+        assert "call failed" not in balancer.log
+        with crew.run(Steps(address=address, name="another", credentials=named)) as run:
+            run.until(mode="embedded", times=3)
+        assert set(run.modes) == {"embedded"}
+        until_logged(balancer, "PERMISSION_DENIED")
+        with socket.create_connection(("127.0.0.1", balancer.port), 60) as stranger, suppress(OSError):
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")  # no TLS: gRPC's core complains
+            stranger.recv(4096)
+        assert balancer.stop() == 0
+        log = balancer.log
+    lines, life = [json.loads(line) for line in log.splitlines()], ["serving", "draining", "stopped"]
+    assert [line["event"] for line in lines if line["event"] in life] == life
+    assert {line["job"] for line in lines if line["event"] == "round planned"} == {"secured"}
+    assert not [secret for key in (first, second) for secret in (key, hash_token(key), "PRIVATE KEY") if secret in log]

@@ -129,9 +129,4 @@ def test_what_a_balancer_tells_of_itself(balancer: ServiceProcess, lead: Lead) -
         for name in ("", SERVICE):
             status = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=SECONDS).status
             assert status == health_pb2.HealthCheckResponse.SERVING
-        with refused("NOT_FOUND"):
-            health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=SECONDS)
-        database = ProtoReflectionDescriptorDatabase(opened)
-        assert {SERVICE, "grpc.health.v1.Health"} <= set(database.get_services())
-        file = database.FindFileContainingSymbol(SERVICE)
-        assert file.SerializeToString() == pb.DESCRIPTOR.serialized_pb
+        assert {SERVICE, "grpc.health.v1.Health"} <= set(ProtoReflectionDescriptorDatabase(opened).get_services())

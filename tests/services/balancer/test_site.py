@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import ssl
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import trustme
 import yaml
 
-from benchmarks.harness.authorities import channel, write_certificate
+from benchmarks.harness.authorities import write_certificate
 from benchmarks.harness.balancer_process import running_balancer
 from services.balancer.history import History
 from services.balancer.site import BalancerSite
@@ -23,62 +18,10 @@ from services.operations.http import Request, Response
 from services.security.tokens import TokenStore, hash_token
 from services.security.transport import Transport
 from tests.asking import get
-from tests.services.balancer.jobs import SAMPLES, TROUBLE, RunningJob, watched
 from tests.services.balancer.test_history import summary_of
 from tests.waiting import until
 
-RANKS, LATE = 4, 2
 TOKEN = "token-of-team-a-0123456789abcdef0123456789abcdef"
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = tmp_path_factory.mktemp("balancer") / "metrics_port"
-    with (
-        running_balancer("--metrics-port", "0", "--metrics-port-file", str(port)) as balancer,
-        RunningJob(lambda: channel(balancer.address, None), "a-train", ranks=RANKS, facts=watched(LATE)) as job,
-    ):
-        job.wait(20)
-        yield f"http://127.0.0.1:{port.read_text().strip()}"
-
-
-def test_a_running_job_is_shown_with_its_rounds_and_ranks(url: str) -> None:
-    status, overview = get(f"{url}/v1/streams")
-    assert (status, overview["format"], overview["version"]) == (200, "evenkeel-watch", 2)
-    (row,) = overview["streams"]
-    assert (row["job"], row["group"], row["loader"], row["state"]) == ("a-train", "default", "train", "balanced")
-    assert (row["ranks"], row["run_id"], row["last_trouble"]) == (RANKS, "run-7", TROUBLE)
-    assert 1.0 <= row["imbalance_bound"] <= row["imbalance_after"] + 1e-6 < row["imbalance_before"]
-    assert row["saved_gpu_hours"] > 0
-    assert row["rounds_by_lead"] >= 3
-    status, document = get(f"{url}/v1/stream?job=a-train&group=default&loader=train")
-    rounds = document["rounds"]
-    assert {len(column) for column in rounds.values()} == {len(rounds["round"])}
-    assert not [number for number in rounds["round"] if number % 5 == 4]  # the lead's own
-    assert set(rounds["samples"]) == {RANKS * SAMPLES}
-    assert [rank["delay"] for rank in document["ranks"]] == [None, None, "loading", None]
-    since = rounds["number"][-1] + 1
-    later = until(lambda: get(f"{url}/v1/stream?job=a-train&since={since}")[1]["rounds"]["number"])
-    assert later[0] == since
-    lines = get(f"{url}/metrics")[1].splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert float(values['evenkeel_balancer_rounds_total{job="a-train"}']) > 20
-    assert float(values['evenkeel_balancer_slow_ranks{cause="loading",job="a-train"}']) == 1
-
-
-def test_what_is_not_there_is_named(url: str) -> None:
-    status, problem = get(f"{url}/v1/stream?job=b-train")
-    assert (status, problem["status"]) == (404, 404)
-    assert "b-train/default/train" in problem["detail"]
-    for query, text in (("", "?job=NAME"), ("?job=a-train&since=-1", "the number of a round")):
-        status, problem = get(f"{url}/v1/stream{query}")
-        assert status == 400
-        assert text in problem["detail"]
-    for wrong in ("&".join(f"a{number}=1" for number in range(99)), "job=" + "x" * 5000, "job=a-train&since=٣"):
-        status, problem = get(f"{url}/v1/stream?{urllib.parse.quote(wrong, safe='&=')}")
-        assert status in (400, 404)
-        assert len(problem["detail"]) < 400
-    assert get(f"{url}/page/../settings.py")[0] == 404
 
 
 def write_tokens(path: Path, *jobs: str) -> None:
@@ -104,6 +47,7 @@ def test_tokens_and_tls_are_those_of_the_balancer(tmp_path: Path) -> None:
         status, document = get(f"https://{place}/v1/streams", TOKEN, context=trusting)
         assert (status, document["streams"]) == (200, [])
         assert get(f"http://{place}/v1/streams", TOKEN)[0] == 200  # forwarded to this machine
+        assert get(f"http://{place}/page/../settings.py")[0] == 404
         for scheme, context in (("http", None), ("https", trusting)):  # scrapers and probes go on as they did
             assert get(f"{scheme}://{place}/readyz", context=context)[0] == 200
             assert "Evenkeel balancer" in get(f"{scheme}://{place}/", context=context)[1]
@@ -169,3 +113,17 @@ def test_who_asks_too_often_is_asked_to_wait(tmp_path: Path) -> None:
     served = site(tmp_path, tls=False)
     assert {served.answer(asked("/v1/streams", "127.0.0.1")).status for _ in range(400)} == {200, 429}
     assert served.answer(asked("/v1/streams", "::1")).status == 200
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    served = site(tmp_path, tls=False)
+    for query, status, text in (
+        ("?job=c-three", 404, "c-three/default/train"), ("", 400, "?job=NAME"),
+        ("?job=a-one&since=-1", 400, "number of a round"), ("?job=a-one&since=%D9%A3", 400, "number of a round"),
+        ("?" + "&".join(f"a{number}=1" for number in range(99)), 400, ""), ("?job=" + "x" * 5000, 404, ""),
+    ):  # fmt: skip
+        found = served.answer(asked(f"/v1/stream{query}", "127.0.0.1"))
+        problem = json.loads(found.body)
+        assert (found.status, problem["status"]) == (status, status), query
+        assert text in problem["detail"]
+        assert len(problem["detail"]) < 400

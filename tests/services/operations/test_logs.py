@@ -1,4 +1,4 @@
-"""Every line that a service logs is JSON where no person looks on; that it holds no secret: `test_credentials`."""
+"""Every line that a service logs is JSON where no person looks on; that it holds no secret: `tests/faults`."""
 
 from __future__ import annotations
 

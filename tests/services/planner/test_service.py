@@ -17,7 +17,7 @@ import pytest
 
 from evenkeel.placement import Plan, PlanRequest, parse_topology, plan
 from evenkeel.placement.fields import decode, encode
-from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, dumps, seconds_by_mode
+from evenkeel.placement.plan_file import PlanFile, dumps
 from evenkeel.placement.report import Report, make_report
 from evenkeel.plan_cache import sealed
 from services.planner.app import create_app
@@ -220,21 +220,6 @@ def test_topologies_and_quantities_are_taken_as_the_command_line_does(client: ht
         "hardware": name,
     }
     assert client.post("/v1/plans", json=short).json() == client.post("/v1/plans", json=whole).json()
-
-
-def test_what_plans_took_corrects_the_profile(client: httpx.Client) -> None:
-    request = decode(PlanRequest, JOB)
-    found = plan(request)
-    slow = MeasuredPlan(
-        name="plan",
-        step_s=1.0,
-        kernels_s=3 * sum(seconds_by_mode(found).values()),
-        predicted=seconds_by_mode(found),
-    )
-    text = dumps(PlanFile(request=request, plan=found, measured=(slow,)))
-    again = client.post("/v1/plans", content=text)
-    assert again.status_code == 200
-    assert again.json()["plan"]["seconds"] > 1.15 * (found.seconds or 0)
 
 
 def test_a_hundred_megabytes_are_refused(client: httpx.Client) -> None:
