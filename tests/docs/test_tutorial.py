@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.balancer_process import running_balancer, until_logged
 from tests.docs.programs import printed_by_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -21,13 +20,6 @@ PRINTED = dict(
 @pytest.mark.parametrize("program", ["plain", "balanced", "torchrec_plain", "torchrec_balanced"])
 def test_each_program_prints_what_the_page_shows(program: str, tmp_path: Path) -> None:
     assert printed_by_ranks(f"examples.tutorial.{program}", tmp_path) == PRINTED[program]
-
-
-def test_with_a_service_the_output_is_the_same(tmp_path: Path) -> None:
-    with running_balancer("--log-level", "debug") as balancer:
-        printed = printed_by_ranks("examples.tutorial.balanced", tmp_path, EVENKEEL_BALANCER=balancer.address)
-        until_logged(balancer, "round planned")  # plans that come late are the lead's
-    assert printed == PRINTED["balanced"]
 
 
 @pytest.mark.parametrize(("page", "folder"), [("start/tutorial.md", "tutorial"), ("train/frameworks.md", "resume")])

@@ -8,31 +8,21 @@ import torch
 from examples.dynamicemb_tables import table_options
 from trainer_client.embedding.tables import RoutedTable
 
-
-def make_table(**changes: Any) -> RoutedTable:
-    plain = {"name": "items", "embedding_dim": 12, "features": ("item",), "num_embeddings": 100_000}
-    return RoutedTable(**(plain | changes))
-
-
-@pytest.mark.parametrize("dist_type", ["roundrobin", "hash_roundrobin"])
-def test_options_carry_routing_dtype_and_a_whole_number_of_buckets(dist_type: str) -> None:
-    options = table_options(make_table(routing=dist_type, dtype=torch.bfloat16), world_size=7)
-    assert options["dist_type"] == dist_type
-    assert options["embedding_dtype"] == torch.bfloat16
-    assert options["index_type"] == torch.int64
-    assert options["dim"] == 12
-    assert options["max_capacity"] % 128 == 0
-    assert 0 <= options["max_capacity"] - make_table().rows_per_rank(7) < 128
+TABLE: dict[str, Any] = {"name": "items", "embedding_dim": 12, "features": ("item",), "num_embeddings": 100_000}
 
 
 @pytest.mark.parametrize(
     ("optimizer", "row_bytes"), [("sgd", 48), ("adam", 144), ("adagrad", 96), ("rowwise_adagrad", 64)]
 )
-def test_by_default_all_values_are_in_hbm_with_their_optimizer_state(optimizer: str, row_bytes: int) -> None:
-    options = table_options(make_table(capacity=1000), world_size=2, optimizer=optimizer)
-    assert options["max_capacity"] == 1024
-    assert options["local_hbm_for_values"] == 1024 * row_bytes
-    assert table_options(make_table(), world_size=2, hbm_bytes=5)["local_hbm_for_values"] == 5
+def test_options_carry_routing_dtype_and_memory_for_all_values_with_their_state(optimizer: str, row_bytes: int) -> None:
+    table = RoutedTable(**TABLE, routing="hash_roundrobin")
+    options = table_options(table, world_size=7, optimizer=optimizer)
+    assert (options["dist_type"], options["dim"], options["index_type"]) == ("hash_roundrobin", 12, torch.int64)
+    assert options["embedding_dtype"] == torch.float32
+    assert options["max_capacity"] % 128 == 0
+    assert 0 <= options["max_capacity"] - table.rows_per_rank(7) < 128
+    assert options["local_hbm_for_values"] == options["max_capacity"] * row_bytes
+    assert table_options(table, world_size=2, hbm_bytes=5)["local_hbm_for_values"] == 5
 
 
 @pytest.mark.parametrize(
@@ -45,4 +35,4 @@ def test_by_default_all_values_are_in_hbm_with_their_optimizer_state(optimizer: 
 )
 def test_refusals(changes: dict[str, Any], optimizer: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        table_options(make_table(**changes), world_size=2, optimizer=optimizer)
+        table_options(RoutedTable(**TABLE, **changes), world_size=2, optimizer=optimizer)

@@ -13,7 +13,7 @@ from evenkeel.partitioning.delays import Cause, Delay
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.speeds import Straggler
 from evenkeel.partitioning.splits import ALL, FIRST, LAST, Divisible, SpanCosts, SplitOptions, check_table
-from evenkeel.protocol.plan_round import RoundNames, RunFacts
+from evenkeel.protocol.plan_round import RoundNames, RunFacts, write_request
 
 ROLES = np.array([1, 2, LAST, FIRST, ALL])
 HEAD, GRANULE = 3, 2  # of a sequence whose items are two positions, behind three contextual ones
@@ -27,6 +27,10 @@ class Round:
     options: RoundOptions
     names: RoundNames
     facts: RunFacts
+
+
+def request_of(one: Round) -> bytes:
+    return write_request(one.samples, one.options, one.names, one.facts)
 
 
 def make_round(

@@ -23,14 +23,9 @@ from evenkeel.protocol.plan_round import (
     RunFacts,
     read_request,
     read_response,
-    write_request,
     write_response,
 )
-from tests.evenkeel.protocol.rounds import Round, make_round, rounds, split_samples
-
-
-def request_of(one: Round) -> bytes:
-    return write_request(one.samples, one.options, one.names, one.facts)
+from tests.evenkeel.protocol.rounds import Round, make_round, request_of, rounds, split_samples
 
 
 def assert_same(left: Any, right: Any) -> None:

@@ -15,16 +15,12 @@ from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import ServiceProcess
 from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.protocol import balancer_pb2 as pb
-from evenkeel.protocol.plan_round import read_response, write_request
-from tests.evenkeel.protocol.rounds import Round
+from evenkeel.protocol.plan_round import read_response
+from tests.evenkeel.protocol.rounds import Round, request_of
 from tests.waiting import until
 
 SECONDS = 30.0  # a starved machine is no failure
 SERVICE = "evenkeel.balancer.v2.BalancerService"
-
-
-def request_of(one: Round) -> bytes:
-    return write_request(one.samples, one.options, one.names, one.facts)
 
 
 class Lead:

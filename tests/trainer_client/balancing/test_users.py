@@ -1,4 +1,4 @@
-"""Users on real ranks: their samples come together, served and embedded alike, and every sample is trained once."""
+"""Users on real ranks: their samples come together, and every sample is trained once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess
-from tests.trainer_client.balancing.jobs import balancer_of, check_served, run_in_turn
+from tests.trainer_client.balancing.jobs import balancer_of, run_in_turn
 from trainer_client import BalancedLoader
 from trainer_client.balancing.reading import read_users
 
@@ -34,15 +33,14 @@ Trained = list[tuple[list[int], list[int], float]]
 """Of each step of a rank: ids, users, how uneven the loads of all ranks are."""
 
 
-def _train(rank: int, address: str | None, named: bool, window: int) -> Trained:
-    with balancer_of(address, f"users-{named}-{window}", window=window) as balancer:
+def _train(rank: int, named: bool) -> Trained:
+    with balancer_of(None, f"users-{named}", window=2) as balancer:
         users = (lambda batch: batch["user"]) if named else None
         loader = BalancedLoader(batches(rank), balancer, cost=cost_of, users=users)
         trained = []
         for batch in loader:
             report = loader.report
             trained.append((batch["id"].tolist(), batch["user"].tolist(), report.imbalance))
-        check_served(loader, address)
         return trained
 
 
@@ -51,16 +49,14 @@ def users_on_ranks(results: list[Trained]) -> int:
     return sum(len(set(users)) for trained in results for _, users, _ in trained)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_samples_of_a_user_come_to_one_rank(balancer: ServiceProcess, window: int) -> None:
-    ways = ((None, True), (balancer.address, True), (None, False))
-    embedded, served, without = run_in_turn(RANKS, *((_train, address, named, window) for address, named in ways))
-    assert embedded == served
+def test_samples_of_a_user_come_to_one_rank() -> None:
+    """As they do where a service plans, says `tests/services/balancer/test_calls`."""
+    found, without = run_in_turn(RANKS, (_train, True), (_train, False))
     everything = sorted(one for rank in range(RANKS) for batch in batches(rank) for one in batch["id"].tolist())
-    assert sorted(one for trained in embedded for ids, _, _ in trained for one in ids) == everything
-    for (_, _, imbalance), (_, _, before) in zip(embedded[0], without[0], strict=True):
+    assert sorted(one for trained in found for ids, _, _ in trained for one in ids) == everything
+    for (_, _, imbalance), (_, _, before) in zip(found[0], without[0], strict=True):
         assert imbalance <= before
-    assert users_on_ranks(embedded) < 0.6 * users_on_ranks(without)
+    assert users_on_ranks(found) < 0.6 * users_on_ranks(without)
 
 
 def test_numbers_of_users_keep_them_apart() -> None:

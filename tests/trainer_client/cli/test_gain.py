@@ -97,7 +97,6 @@ def test_it_says_what_to_do_next_and_draws(file: Path) -> None:
 
 def test_mistakes_name_the_remedy(file: Path) -> None:
     np.save(file.with_name("two.npy"), np.ones((4, 4)))
-    np.save(file.with_name("nan.npy"), np.array([1.0, np.nan]))
     np.save(file.with_name("less.npy"), np.array([1, -1]))
     file.with_name("a.csv").write_text("a,b\n1,2\n")
     file.with_name("words.csv").write_text("a\n5\n6\nx\n")
@@ -109,10 +108,8 @@ def test_mistakes_name_the_remedy(file: Path) -> None:
         ((file, "--ranks", 4096), "give 524288 at least, or a smaller batch or fewer ranks"),
         ((file, "--cost", "cubic"), "use linear, attention, or two numbers"),
         ((file.with_name("two.npy"),), "give one number for each sample"),
-        ((file.with_name("nan.npy"),), "not finite"),
         ((file.with_name("less.npy"),), "give lengths of 0 to 2^32"),
         ((file.with_name("a.csv"),), "name one of a, b"),
-        ((file.with_name("a.csv"), "--column", "c"), "name one of a, b"),
         ((file.with_name("words.csv"),), "holds 'x' in row 3 where a number should be"),
         ((file.with_name("headless.csv"),), "begins with 5 where the name of its column should be"),
         ((file.with_name("latin.csv"),), "latin.csv cannot be read"),

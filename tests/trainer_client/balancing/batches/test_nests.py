@@ -15,12 +15,15 @@ from benchmarks.references.redistribution import select_samples
 from tests.trainer_client.balancing.batches.helpers import select, x
 from tests.trainer_client.nests import CONTAINERS, KINDS, Shape, make, nests, parts, spec_of
 from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, flatten
+from trainer_client.balancing.source import fingerprint
 
 samples_lists = st.lists(st.integers(0, 99), max_size=6, unique=True)
 
 
 def check(shape: Shape, samples: list[int], wanted: list[int]) -> None:
     batch, spec = make(shape, samples), spec_of(shape)
+    seen = fingerprint(batch)
+    assert seen == fingerprint(make(shape, samples)) != fingerprint(make(shape, [one + 1 for one in samples]))
     flat = flatten(batch, spec)
     assert parts(flat.unflatten(spec)) == parts(batch)
     found = select_samples(pickle.loads(pickle.dumps(flat)), np.array(wanted, dtype=int)).unflatten(spec)

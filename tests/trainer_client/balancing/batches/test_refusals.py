@@ -50,7 +50,6 @@ TWICE = {"x": X, "f": torch.zeros(6), "m": {"a": X}}
 COUNTED = {"x": X, "n": torch.tensor([2, 0, 1]), "v": torch.zeros(3), "w": torch.zeros(3)}
 VALUES = {
     "int": Case(5, r"'v' is a int \(5\); declare it in batch_size if .* in derived, with the function .* in shared if"),
-    "float": Case(0.5, r"'v' is a float \(0.5\); declare it in shared"),
     "bool": Case(True, r"'v' is a bool \(True\); declare it in shared"),
     "set": Case({1, 2}, r"'v' is a set; supported are .* declare it in shared if .*, or put one for each sample in a"),
     "offsets": Case(torch.tensor([0, 1, 1, 3]), r"'v' looks like offsets, .*: give the samples' lengths instead"),
@@ -72,7 +71,6 @@ VALUES = {
     "lazy stack": Case(stack(2, 2, 2), r"'v' is a lazy stack of TensorDicts.*pass v\.contiguous\(\), or .*v\.densify"),
     "variable batch": Case(keyed(3, [1, 1, 1], stride_per_key_per_rank=[[2], [1]]), "'v' is a KeyedJaggedTensor with"),
     "too many values": Case(jagged(5, 1, 2, 0), "'v' holds 5 values, .* add up to 3; drop the values that belong to"),
-    "too few values": Case(jagged(2, 1, 2, 0), "'v' holds 2 values, .* add up to 3; values are missing, or the"),
     "too few values of keys": Case(keyed(5, [1] * 6), "'v' holds 5 values, .* add up to 6; values are missing"),
     "negative length": Case(jagged(1, 2, -1, 0), "sample 1 of 'v' has length -1; it must be 0 to"),
     "object": Case([1, lambda: 2, 3], "sample 1 of 'v' is a function that cannot be sent to another rank .*drop it"),

@@ -68,7 +68,10 @@ def run_program(seed: int, world_size: int, group: Any, device: torch.device | N
                 spec, own = specs[id(row[rank])], samples[number][rank]
                 batch = make(row[rank], own)
                 ticket = stream.submit_window([batch], cost=_cost, spec=spec, device=device)
-                moved = stream.start(ticket, stream.directive(ticket), device).wait().unflatten(spec)
+                flat = stream.start(ticket, stream.directive(ticket), device).wait()
+                if device is None and flat.totals.tolist() != flat.lengths.sum(0).tolist():
+                    return f"round {number}: {flat.totals} values, of lengths {flat.lengths}"
+                moved = flat.unflatten(spec)
                 trained.append(moved["id"].tolist())
                 # a rank without samples gets what the others have; without any, nobody knows what there could be
                 holders = [shape for shape, ids in zip(row, samples[number], strict=True) if ids]
