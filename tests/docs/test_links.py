@@ -1,4 +1,4 @@
-"""What the pages and the scripts point to exists: pages, sections, pictures, files and programs."""
+"""What pages and scripts point to exists; what is written from code is as the code would have it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import zygote
 from scripts.mutants import ROOMS, files_of
 
 ROOT = Path(__file__).parents[2]
@@ -48,3 +49,9 @@ def test_modules_that_scripts_use_exist() -> None:
             assert find_spec(module) is not None, (script.name, module)
     for path in (path for room in ROOMS for paths in files_of(room) for path in paths):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("writer", ["scripts.write_reference", "scripts.draw_pictures"])
+def test_files_are_what_their_writer_writes(writer: str) -> None:
+    done = zygote.run(writer, "--check", timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
