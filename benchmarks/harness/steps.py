@@ -54,7 +54,7 @@ class Steps:
     pace: float = 0.02
     batch_size: int = 6
     max_steps: int = 100_000
-    credentials: Credentials = Credentials()
+    credentials: Credentials | None = None
     slow: dict[tuple[int, int], float] = field(default_factory=dict)
     bad_costs: frozenset[tuple[int, int]] = frozenset()
     big: frozenset[tuple[int, int]] = frozenset()
