@@ -11,25 +11,37 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from evenkeel.placement.access import Access, FloatArray, power_law
-from evenkeel.placement.fields import Checked, Range, Share, decode, require
-from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, profile_of
-from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topology
+from evenkeel.placement.fields import Checked, Length, Range, Share, decode, require
+from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, StepCosts, profile_of
+from evenkeel.placement.model import (
+    MAX_DIM,
+    MAX_RANKS,
+    MAX_ROWS,
+    Mode,
+    Optimizer,
+    Runtime,
+    Sharding,
+    Step,
+    Table,
+    Topology,
+)
 from evenkeel.placement.options import RankLoad, fixed_seconds, mode_seconds
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.whole_step import (
-    EXPONENT,
     MEASURED,
     MEASURED_ONE_RANK,
-    StepSample,
-    fit_step_costs,
-    request_of,
+    StepWork,
+    exchange_kernel_seconds,
     seconds_of,
     step_work,
 )
 
 T = TypeVar("T")
 
+EXPONENT = 1.05
+"""Of the power law of keys in steps that are measured."""
+_PRIOR_WEIGHT = 0.03
 _OF_ANOTHER_GPU, _OF_THIS_GPU = 0.15, 2.0
 """What it costs a fit to leave a prior of round figures or of another GPU, and that of the same kind of GPU. The latter
 was fitted to more shapes than `evenkeel calibrate` measures, each of which is off by as much as machines differ."""
@@ -62,6 +74,82 @@ class MeasuredStep(Checked):
     access: Access | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablePart(Checked):
+    """Equal tables of a step.
+
+    Attributes:
+        count: Number of tables.
+        rows: Rows of each.
+        mode: Their mode.
+        ratio: Fraction of the rows in HBM, of a cached table.
+        dim: Width of an embedding.
+        ids: Lookups of a sample and table, from a power law of exponent 1.05.
+        pooled: Whether lookups of a sample are added up.
+        sharding: How they are spread over the ranks.
+    """
+
+    count: Annotated[int, Range(1, 10_000)]
+    rows: Annotated[int, Range(1, MAX_ROWS)]
+    mode: Mode = Mode.HBM_ONLY
+    ratio: float = 0.0
+    dim: Annotated[int, Range(1, MAX_DIM)] = 128
+    ids: Annotated[int, Range(1, 1_000_000)] = 1
+    pooled: bool = True
+    sharding: Sharding = Sharding.ROW_WISE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample(Checked):
+    """A step that is measured: pooled tables are in one module, those of sequences in another.
+
+    Attributes:
+        name: What it is called.
+        samples: Samples of a batch on a rank.
+        parts: Its tables.
+        optimizer: Fused optimizer of all tables.
+        ranks: Ranks that it was measured on.
+        seconds: Forward and backward of one step, in steady state; 0 where it is not measured yet.
+        kernels_s: Its kernels alone, exchanges apart; None where they are not known.
+    """
+
+    name: Annotated[str, Length(1, 512)]
+    samples: Annotated[int, Range(1, 10**9)]
+    parts: Annotated[tuple[TablePart, ...], Length(1, 1_000)]
+    optimizer: Optimizer = Optimizer.ROWWISE_ADAGRAD
+    ranks: Annotated[int, Range(1, MAX_RANKS)] = 2
+    seconds: Annotated[float, Range(0, 3600)] = 0.0
+    kernels_s: Annotated[float, Range(0, 3600)] | None = None
+
+
+def request_of(sample: StepSample, hardware: str | HardwareProfile = "h200") -> PlanRequest:
+    """The request that describes the step, every table pinned to its mode."""
+    tables = [
+        Table(
+            name=f"t{number}_{index}",
+            rows=part.rows,
+            dim=part.dim,
+            ids_per_sample=float(part.ids),
+            optimizer=sample.optimizer,
+            access=power_law(EXPONENT, part.rows),
+            pooled=part.pooled,
+            group="bags" if part.pooled else "rows",
+            sharding=part.sharding,
+            modes=(part.mode,),
+            ratio=part.ratio if part.mode is Mode.CACHING else None,
+        )
+        for number, part in enumerate(sample.parts)
+        for index in range(part.count)
+    ]
+    return PlanRequest(
+        tables=tuple(tables),
+        topology=Topology(ranks=sample.ranks, hbm_bytes=1 << 45, host_bytes=None),
+        hardware=hardware,
+        runtime=Runtime.TORCHREC,
+        step=Step(samples_per_rank=sample.samples),
+    )
+
+
 def measured_steps(records: Sequence[Any]) -> tuple[MeasuredStep, ...]:
     """Steps from raw records, whose other fields are ignored."""
     return _read(MeasuredStep, records, "steps")
@@ -83,6 +171,32 @@ def _read(kind: type[T], records: Sequence[Any], where: str) -> tuple[T, ...]:
         require(isinstance(record, dict), each, record, "is no object", "give the fields of a step")
         found.append(decode(kind, {name: value for name, value in record.items() if name in known}, each))
     return tuple(found)
+
+
+def fit_step_costs(samples: Sequence[tuple[StepWork, float, float]], prior: StepCosts = MEASURED) -> StepCosts:
+    """The costs that predict measured steps best, by relative error; what they do not tell stays near `prior`.
+
+    Args:
+        samples: What each step consisted of, its seconds, and those of its kernels alone; 0 where they are not known.
+            Without them steps that wait for the host tell little of what the GPU does.
+        prior: What is expected.
+    """
+    names = [field.name for field in fields(StepCosts)]
+    scale = np.array([5e-4, 3e-3, 1e-5, 5e-4, 5e-4, 3e-4, 3.0])
+    start = np.array([getattr(prior, name) for name in names]) / scale
+
+    def costs_of(x: Any) -> StepCosts:
+        return replace(prior, **dict(zip(names, (x * scale).tolist(), strict=True)))
+
+    def residuals(x: Any) -> Any:
+        costs = costs_of(x)
+        pairs = [(seconds_of(work, costs), seconds) for work, seconds, _ in samples]
+        pairs += [(work.kernels + exchange_kernel_seconds(work, costs), alone) for work, _, alone in samples if alone]
+        errors = [math.log(max(predicted, 1e-12) / seconds) for predicted, seconds in pairs]
+        return np.concatenate([errors, _PRIOR_WEIGHT * (x - start)])
+
+    found = least_squares(residuals, np.maximum(start, 1e-3), bounds=(0.0, 1e3), loss="soft_l1", f_scale=0.1)
+    return costs_of(found.x)
 
 
 def with_whole_steps(

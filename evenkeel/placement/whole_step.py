@@ -7,30 +7,11 @@ its own, which order and copy keys and rows. Host and GPU overlap, so a step tak
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from dataclasses import dataclass
 
-import numpy as np
-from scipy.optimize import least_squares
-
-from evenkeel.placement.access import power_law
-from evenkeel.placement.fields import Checked, Length, Range
-from evenkeel.placement.hardware import HardwareProfile, StepCosts
+from evenkeel.placement.hardware import StepCosts
 from evenkeel.placement.layouts import Layout
-from evenkeel.placement.model import (
-    MAX_DIM,
-    MAX_RANKS,
-    MAX_ROWS,
-    Mode,
-    Optimizer,
-    Runtime,
-    Sharding,
-    Step,
-    Table,
-    Topology,
-)
+from evenkeel.placement.model import Mode, Sharding, Table
 from evenkeel.placement.options import RankLoad, mixing_seconds
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
@@ -55,10 +36,7 @@ MEASURED_ONE_RANK = StepCosts(
 )
 """TorchRec 1.6 on one H200."""
 
-EXPONENT = 1.05
-"""Of the power law of keys in steps that are measured."""
 _SHARPNESS = 6
-_PRIOR_WEIGHT = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,105 +134,3 @@ def seconds_of(work: StepWork, costs: StepCosts) -> float:
     larger = max(host, gpu, 1e-12)
     total: float = larger * ((host / larger) ** _SHARPNESS + (gpu / larger) ** _SHARPNESS) ** (1 / _SHARPNESS)
     return total
-
-
-def fit_step_costs(samples: Sequence[tuple[StepWork, float, float]], prior: StepCosts = MEASURED) -> StepCosts:
-    """The costs that predict measured steps best, by relative error; what they do not tell stays near `prior`.
-
-    Args:
-        samples: What each step consisted of, its seconds, and those of its kernels alone; 0 where they are not known.
-            Without them steps that wait for the host tell little of what the GPU does.
-        prior: What is expected.
-    """
-    names = [field.name for field in fields(StepCosts)]
-    scale = np.array([5e-4, 3e-3, 1e-5, 5e-4, 5e-4, 3e-4, 3.0])
-    start = np.array([getattr(prior, name) for name in names]) / scale
-
-    def costs_of(x: Any) -> StepCosts:
-        return replace(prior, **dict(zip(names, (x * scale).tolist(), strict=True)))
-
-    def residuals(x: Any) -> Any:
-        costs = costs_of(x)
-        pairs = [(seconds_of(work, costs), seconds) for work, seconds, _ in samples]
-        pairs += [(work.kernels + exchange_kernel_seconds(work, costs), alone) for work, _, alone in samples if alone]
-        errors = [math.log(max(predicted, 1e-12) / seconds) for predicted, seconds in pairs]
-        return np.concatenate([errors, _PRIOR_WEIGHT * (x - start)])
-
-    found = least_squares(residuals, np.maximum(start, 1e-3), bounds=(0.0, 1e3), loss="soft_l1", f_scale=0.1)
-    return costs_of(found.x)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TablePart(Checked):
-    """Equal tables of a step.
-
-    Attributes:
-        count: Number of tables.
-        rows: Rows of each.
-        mode: Their mode.
-        ratio: Fraction of the rows in HBM, of a cached table.
-        dim: Width of an embedding.
-        ids: Lookups of a sample and table, from a power law of exponent 1.05.
-        pooled: Whether lookups of a sample are added up.
-        sharding: How they are spread over the ranks.
-    """
-
-    count: Annotated[int, Range(1, 10_000)]
-    rows: Annotated[int, Range(1, MAX_ROWS)]
-    mode: Mode = Mode.HBM_ONLY
-    ratio: float = 0.0
-    dim: Annotated[int, Range(1, MAX_DIM)] = 128
-    ids: Annotated[int, Range(1, 1_000_000)] = 1
-    pooled: bool = True
-    sharding: Sharding = Sharding.ROW_WISE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSample(Checked):
-    """A step that is measured: pooled tables are in one module, those of sequences in another.
-
-    Attributes:
-        name: What it is called.
-        samples: Samples of a batch on a rank.
-        parts: Its tables.
-        optimizer: Fused optimizer of all tables.
-        ranks: Ranks that it was measured on.
-        seconds: Forward and backward of one step, in steady state; 0 where it is not measured yet.
-        kernels_s: Its kernels alone, exchanges apart; None where they are not known.
-    """
-
-    name: Annotated[str, Length(1, 512)]
-    samples: Annotated[int, Range(1, 10**9)]
-    parts: Annotated[tuple[TablePart, ...], Length(1, 1_000)]
-    optimizer: Optimizer = Optimizer.ROWWISE_ADAGRAD
-    ranks: Annotated[int, Range(1, MAX_RANKS)] = 2
-    seconds: Annotated[float, Range(0, 3600)] = 0.0
-    kernels_s: Annotated[float, Range(0, 3600)] | None = None
-
-
-def request_of(sample: StepSample, hardware: str | HardwareProfile = "h200") -> PlanRequest:
-    """The request that describes the step, every table pinned to its mode."""
-    tables = [
-        Table(
-            name=f"t{number}_{index}",
-            rows=part.rows,
-            dim=part.dim,
-            ids_per_sample=float(part.ids),
-            optimizer=sample.optimizer,
-            access=power_law(EXPONENT, part.rows),
-            pooled=part.pooled,
-            group="bags" if part.pooled else "rows",
-            sharding=part.sharding,
-            modes=(part.mode,),
-            ratio=part.ratio if part.mode is Mode.CACHING else None,
-        )
-        for number, part in enumerate(sample.parts)
-        for index in range(part.count)
-    ]
-    return PlanRequest(
-        tables=tuple(tables),
-        topology=Topology(ranks=sample.ranks, hbm_bytes=1 << 45, host_bytes=None),
-        hardware=hardware,
-        runtime=Runtime.TORCHREC,
-        step=Step(samples_per_rank=sample.samples),
-    )

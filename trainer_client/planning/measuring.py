@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from evenkeel.placement import Mode, Sharding, plan
+from evenkeel.placement.calibration import StepSample, TablePart, request_of
 from evenkeel.placement.fields import encode
-from evenkeel.placement.whole_step import StepSample, TablePart, request_of
 from trainer_client.planning.clock import DenseWork, Trial, drawn_batches, wait
 from trainer_client.planning.collective import process_group, run_on_ranks
 

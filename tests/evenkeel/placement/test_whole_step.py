@@ -17,7 +17,7 @@ from evenkeel.placement import (
     plan,
     whole_step_seconds,
 )
-from evenkeel.placement.calibration import measured_samples, with_whole_steps
+from evenkeel.placement.calibration import fit_step_costs, measured_samples, request_of, with_whole_steps
 from evenkeel.placement.fields import encode
 from evenkeel.placement.hardware import StepCosts, parse_profile
 from evenkeel.placement.whole_step import (
@@ -25,9 +25,7 @@ from evenkeel.placement.whole_step import (
     MEASURED_ONE_RANK,
     StepWork,
     exchange_kernel_seconds,
-    fit_step_costs,
     host_seconds,
-    request_of,
     seconds_of,
     step_work,
 )

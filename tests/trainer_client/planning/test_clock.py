@@ -27,10 +27,9 @@ from evenkeel.placement import (
     Topology,
     plan,
 )
-from evenkeel.placement.calibration import measured_samples
+from evenkeel.placement.calibration import StepSample, TablePart, measured_samples
 from evenkeel.placement.plan_file import MeasuredPlan, correction_factors, loads
 from evenkeel.placement.request import with_time
-from evenkeel.placement.whole_step import StepSample, TablePart
 from evenkeel.plan_requests import unpacked, with_measured
 from tests.trainer_client.planning.test_model import Model, batches, keys_of
 from trainer_client.planning import load_sharding_plan, plan_model
