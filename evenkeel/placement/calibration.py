@@ -307,31 +307,27 @@ def fit_costs(
     TorchRec tables in host memory cost a factor on their rows instead of a fixed time of their own.
     """
     predicted, scale_host = [predictor(profile, runtime, step) for step in steps], runtime is Runtime.TORCHREC
-    factors = ["miss_factor", "contention_rows", "hybrid_hit", *(["host_factor"] if scale_host else [])]
     ratios = ["caching_fixed_s", *([] if scale_host else ["host_fixed_s"])]
-    launch = max(prior.hbm_fixed_s, 1e-9)
-    expected = np.log([launch, *(max(getattr(prior, n), 1e-9) / launch for n in ratios)])
-    expected = np.append(expected, np.log([max(getattr(prior, name), 1e-9) for name in factors]))
+    names = ["hbm_fixed_s", *ratios, "miss_factor", "contention_rows", "hybrid_hit"] + ["host_factor"] * scale_host
+    launch, is_ratio = max(prior.hbm_fixed_s, 1e-9), np.isin(names, ratios)
+    expected = np.log([max(getattr(prior, name), 1e-9) / (launch if name in ratios else 1) for name in names])
     # How fast the machine launches is what the measurements are for.
     weights = np.array([0.1 * weight] + [weight] * (len(expected) - 1))
 
     def costs_of(logs: FloatArray) -> RuntimeCosts:
-        fixed, *others = np.exp(logs).tolist()
-        values = {"hbm_fixed_s": fixed}
-        values |= {name: fixed * value for name, value in zip(ratios, others, strict=False)}
-        values |= dict(zip(factors, others[len(ratios) :], strict=True))
-        if scale_host:
-            values["host_fixed_s"] = fixed
-        return replace(prior, **values)
+        values = np.exp(logs)
+        values[is_ratio] *= values[0]
+        found: dict[str, Any] = dict(zip(names, values.tolist(), strict=True))
+        return replace(prior, **({"host_fixed_s": found["hbm_fixed_s"]} if scale_host else {}) | found)
 
     def residuals(logs: FloatArray) -> FloatArray:
         costs = costs_of(logs)
         errors = [math.log(seconds(costs) / step.seconds) for seconds, step in zip(predicted, steps, strict=True)]
         return np.concatenate([errors, weights * (logs - expected)])
 
-    upper = np.log([10.0, *([1e3] * len(ratios)), *(1.0 if name == "hybrid_hit" else 1e3 for name in factors)])
-    lower = np.full(len(expected), np.log(1e-9))
-    lower[1 : 1 + len(ratios)] = 0.0  # nothing launches less than HBM alone: few keys are no reason to leave it
+    upper = np.log([{"hbm_fixed_s": 10.0, "hybrid_hit": 1.0}.get(name, 1e3) for name in names])
+    # Nothing launches less than HBM alone: few keys are no reason to leave it.
+    lower = np.where(is_ratio, 0.0, np.log(1e-9))
     start = np.clip(expected, lower + 1e-6, upper - 1e-6)
     fit = least_squares(residuals, start, bounds=(lower, upper), x_scale=1.0)
     return costs_of(fit.x)
