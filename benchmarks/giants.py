@@ -31,7 +31,7 @@ from benchmarks.harness.results import write
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
-from evenkeel.partitioning.splits import MOST, SHARE, STEP_SECONDS, Divisible, SplitOptions
+from evenkeel.partitioning.splits import MOST, SHARE, STEP_SECONDS, SplitOptions, table_of
 from evenkeel.placement.hardware import builtin_profile
 from trainer_client.balancing.costs import HSTUCost
 
@@ -81,7 +81,7 @@ def samples_of(batches: NDArray[np.int64], node: int) -> RoundSamples:
         costs=spans.whole,
         lengths=own[:, None],
         nodes=(np.arange(ranks) // node).astype(np.int32),
-        divisible=Divisible.with_spans(spans.take(which), which, np.zeros(which.size)).table,
+        divisible=table_of(spans.take(which), which, np.zeros(which.size)),
         roles=np.ones(1, np.int64),
     )
 

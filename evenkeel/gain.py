@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples
-from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, SplitOptions
+from evenkeel.partitioning.splits import MOST, SHARE, SpanCosts, SplitOptions, table_of
 
 WINDOW = 8
 """Batches of a window, and of what is planned at a time."""
@@ -115,7 +115,7 @@ def _samples(lengths: NDArray[np.int64], linear: float, pairs: float) -> RoundSa
         batch_sizes=np.full((ranks, batches), each, np.int64),
         costs=spans.whole,
         lengths=own.reshape(-1, 1),
-        divisible=Divisible.with_spans(spans.take(which), which, np.zeros(which.size)).table,
+        divisible=table_of(spans.take(which), which, np.zeros(which.size)),
         roles=np.ones(1, np.int64),
     )
 

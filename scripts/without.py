@@ -91,7 +91,6 @@ ROOMS = {
         files=("evenkeel/partitioning/memory.py",),
         lines={
             "evenkeel/partitioning/api.py": ("with_caps", "check_fits", "if memory_caps is not None"),
-            "evenkeel/partitioning/split_search.py": ("with_caps", "check_fits", "_placements"),
             "evenkeel/partitioning/users.py": ("memory",),
         },
         words=r"(?<!get\(\")memory_caps?\b(?!=tuple)|partitioning\.memory",  # what round_of leaves out may stay

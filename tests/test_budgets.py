@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13063, 9500),
+    "evenkeel": (12698, 9500),
     "services": (4265, 4500),
     "services/balancer": (1789, 2000),
-    "trainer_client": (21195, 15000),
-    "trainer_client/balancing": (10955, 8000),
-    "tests": (25264, 20000),
+    "trainer_client": (21188, 15000),
+    "trainer_client/balancing": (10948, 8000),
+    "tests": (25227, 20000),
     "benchmarks": (8155, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
@@ -49,7 +49,7 @@ _BALANCING = "trainer_client/balancing"
 ROOMS = {  # words of a capability, where it lives, in how many files outside its words may stand; 8 is the goal
     "windows": (r"\bwindow", ("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"), 13),
     "splits": (
-        r"SplitSample|SplitOptions|Divisible",  # pieces are also those of copies, and of columns
+        r"SplitSample|SplitOptions|spans_of",  # pieces are also those of copies, and of columns
         ("evenkeel/partitioning/split", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),
         8,
     ),

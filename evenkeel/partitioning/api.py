@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.memory import check_fits, with_caps
 from evenkeel.partitioning.problem import Problem, Ranks, loads_of, make_problem, moved_sizes, plain_moved
-from evenkeel.partitioning.registry import Strategy, strategy_named
+from evenkeel.partitioning.registry import strategy_named
 
 DEFAULT_STRATEGY = "minimal_move"
 DEFAULT_TOLERANCE = 1e-3
@@ -104,12 +104,6 @@ def _fill(problem: Problem, destinations: Ranks, at_least: int) -> Ranks:
     return filled
 
 
-def assign(problem: Problem, strategy: Strategy, min_samples: int) -> Ranks:
-    """(n,) int32 rank of each sample by a strategy, with so many on each rank at least."""
-    chosen = strategy if problem.num_ranks > 1 and problem.arrays.costs.size else _at_home
-    return _fill(problem, chosen(problem), min_samples) if min_samples else chosen(problem)
-
-
 def partition(
     costs: ArrayLike,
     homes: ArrayLike,
@@ -181,7 +175,9 @@ def partition(
     if memory_caps is not None:
         problem = with_caps(problem, memory, memory_caps, compiled)
     arrays = problem.arrays
-    destinations = assign(problem, chosen, min_samples)
+    destinations = chosen(problem) if num_ranks > 1 and arrays.costs.size else _at_home(problem)
+    if min_samples:
+        destinations = _fill(problem, destinations, min_samples)
     if memory_caps is not None:
         check_fits(memory, memory_caps, destinations)
     home_loads: Sums = problem.home_loads

@@ -316,9 +316,7 @@ def _fullest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_taker
             continue
         t, num_t = rows.start[taker], rows.length[taker]
         may_move = _may_take(arrays, rows, giver, taker)
-        # What an exchange moves is only looked up where two fill equally, and for the one that is left.
-        most, most_a, most_b, most_i, most_j, least = 0, NONE, NONE, -1, -1, np.inf
-        looked_up = False
+        most, most_i, most_j, least = 0, -1, -1, np.inf
         first = 0  # the taker's lightest that it must give for the giver's sample, lest it go beyond its limit
         last, hopeless = NONE, False  # the cost that was looked at last, and whether every exchange with it fills less
         for i in range(num_g):
@@ -338,21 +336,11 @@ def _fullest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_taker
                 hopeless = False
                 if not _fits_memory(arrays, rows, giver, a, taker, b):
                     continue
-                if delta == most:
-                    if not looked_up:
-                        looked_up, least = True, _moves(arrays, giver, most_a, taker, most_b)
-                    moved = _moves(arrays, giver, a, taker, b)
-                    if moved >= least:
-                        continue
-                    least = moved
-                else:
-                    looked_up = False
-                most, most_a, most_b, most_i, most_j = delta, a, b, i, -1 if b < 0 else j
-        if most > 0:
-            if not looked_up:
-                least = _moves(arrays, giver, most_a, taker, most_b)
-            if least / most < best_rate:
-                best_place, best_i, best_j, best_rate = place, most_i, most_j, least / most
+                moved = _moves(arrays, giver, a, taker, b)
+                if delta > most or moved < least:
+                    most, most_i, most_j, least = delta, i, -1 if b < 0 else j, moved
+        if most > 0 and least / most < best_rate:
+            best_place, best_i, best_j, best_rate = place, most_i, most_j, least / most
     return best_place, best_i, best_j
 
 

@@ -13,17 +13,14 @@ SKEW = 1.5  # a home whose load is this many times its limit sheds samples in bu
 
 
 @kernel
-def place_longest_first(
-    arrays: Arrays, items: Ranks, item_begin: Integers, groups: Groups, most: Integers, num_fuller: int, placed: Ranks
-) -> None:
+def place_longest_first(arrays: Arrays, items: Ranks, item_begin: Integers, groups: Groups, placed: Ranks) -> None:
     """Places each group's items onto its ranks, beside what is `placed` already: (n,) rank of each sample, or -1.
 
     Group g has `items[item_begin[g]:item_begin[g + 1]]`, ascending by cost and taken from the end. Of its ranks equally
-    loaded ones get items in their order. A rank takes up to `most` samples, but only `num_fuller` ranks take that many
-    and the others one less (negative: any number of them). A sample that fits under no rank's memory cap goes where it
-    overflows least, for later repair.
+    loaded ones get items in their order. A sample that fits under no rank's memory cap goes where it overflows
+    least, for later repair.
     """
-    ranks, num_ranks = groups.ranks, most.size
+    ranks, num_ranks = groups.ranks, arrays.most.size
     loads, used, counts = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for item in range(placed.size):
         if placed[item] >= 0:
@@ -44,7 +41,7 @@ def place_longest_first(
             while size > 0:
                 x = heap[0]
                 rank = own[x]
-                if counts[rank] < most[rank] - (num_fuller == 0):
+                if counts[rank] < arrays.most[rank]:
                     if arrays.memory.size == 0 or used[rank] + arrays.memory[item] <= arrays.caps[rank]:
                         break
                     aside[num_aside] = x
@@ -61,22 +58,26 @@ def place_longest_first(
             counts[rank] += 1
             if arrays.memory.size > 0:
                 used[rank] += arrays.memory[item]
-            if num_fuller > 0 and counts[rank] == most[rank]:
-                num_fuller -= 1
             weight[x] = -loads[rank] / arrays.speeds[rank]
             sink(heap, size, ZERO, weight)  # the rank is on top, or aside
             for y in range(num_aside):
                 size = push(heap, size, aside[y], weight)
 
 
-def place_in_groups(
-    problem: Problem, items: Ranks, item_begin: Integers, groups: Groups, most: Integers, num_fuller: int, placed: Ranks
-) -> None:
-    """As `place_longest_first`; of equally loaded ranks the fastest first."""
+def place(problem: Problem, placed: Ranks, node_of_sample: Ranks | None = None) -> None:
+    """Places what is nowhere yet, -1 in (n,) `placed`, each sample inside its node if these are given.
+
+    Of equally loaded ranks the fastest comes first.
+    """
+    items, groups = problem.order[placed[problem.order] < 0], everyone(problem.num_ranks)
+    begin = np.array([0, items.size])
+    if node_of_sample is not None:
+        groups = Groups.by_node(problem.arrays.nodes, problem.num_nodes)
+        by_node, begin = Groups.by_node(node_of_sample[items], problem.num_nodes)
+        items = items[by_node]
     group_of = np.repeat(np.arange(groups.begin.size - 1), np.diff(groups.begin))
     fastest_first = groups.ranks[np.lexsort((-problem.arrays.speeds[groups.ranks], group_of))]
-    groups = groups._replace(ranks=fastest_first)
-    place_longest_first(problem.arrays, items, item_begin, groups, most, num_fuller, placed)
+    place_longest_first(problem.arrays, items, begin, groups._replace(ranks=fastest_first), placed)
 
 
 def lpt(problem: Problem) -> Ranks:
@@ -87,10 +88,7 @@ def lpt(problem: Problem) -> Ranks:
 def longest_first(problem: Problem) -> Ranks:
     """(n,) rank of each sample; ranks of a kind swap what they got, so that as much as possible stays home."""
     sets = np.full(problem.arrays.costs.size, -1, np.int32)
-    place_in_groups(
-        problem, problem.order, np.array([0, sets.size]), everyone(problem.num_ranks), problem.arrays.most,
-        problem.num_fuller, sets,
-    )  # fmt: skip
+    place(problem, sets)
     kinds = kinds_of_ranks(problem)
     return match_home(problem, sets, kinds, kinds)
 
@@ -112,30 +110,25 @@ def spill(order: Ranks, keep: Integers, destinations: Ranks) -> None:
                 destinations[i] = -1
 
 
-def kept_at_home(problem: Problem) -> tuple[Integers, Integers]:
-    """How many of its own samples each rank may keep at the start, and how many samples it may then hold.
+def kept_at_home(problem: Problem) -> Integers:
+    """How many of its own samples each rank may keep at the start.
 
     Counts may force some to leave; with free counts, gross overload does.
     """
     arrays, counts = problem.arrays, problem.home_counts
-    if problem.free:
-        keep = counts.copy()
-        over = problem.home_loads > SKEW * arrays.limits
-        keep[over] = (counts[over] * (arrays.limits[over] / problem.home_loads[over])).astype(np.int64)
-        return keep, arrays.most
-    keep = arrays.fewest.copy()
-    fuller = np.argsort(-counts, kind="stable")[: max(problem.num_fuller, 0)]
-    keep[fuller] = arrays.most[fuller]
-    return keep, keep
+    if not problem.free:
+        return arrays.most
+    keep = counts.copy()
+    over = problem.home_loads > SKEW * arrays.limits
+    keep[over] = (counts[over] * (arrays.limits[over] / problem.home_loads[over])).astype(np.int64)
+    return keep
 
 
 def at_home(problem: Problem) -> Ranks:
     """The homes, after whatever had to leave went where the load is least."""
     destinations = problem.arrays.homes.copy()
-    keep, most = kept_at_home(problem)
-    if bool((problem.home_counts <= keep).all()):
-        return destinations
-    spill(problem.order, keep, destinations)
-    pool = problem.order[destinations[problem.order] < 0]
-    place_in_groups(problem, pool, np.array([0, pool.size]), everyone(problem.num_ranks), most, -1, destinations)
+    keep = kept_at_home(problem)
+    if bool((problem.home_counts > keep).any()):
+        spill(problem.order, keep, destinations)
+        place(problem, destinations)
     return destinations

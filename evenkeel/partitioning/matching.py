@@ -105,8 +105,7 @@ def _saved(problem: Problem, sets: Ranks, kinds: Ranks, set_kinds: Ranks) -> Flo
 def kinds_of_ranks(problem: Problem) -> Ranks:
     """(num_ranks,) equal numbers for ranks that can exchange their whole sets."""
     arrays = problem.arrays
-    counts = arrays.most if problem.num_fuller < 0 else np.zeros_like(arrays.most)
-    columns = np.stack([counts.astype(np.float64), arrays.speeds, *([arrays.caps] if arrays.caps.size else [])])
+    columns = np.stack([arrays.most.astype(np.float64), arrays.speeds, *([arrays.caps] if arrays.caps.size else [])])
     if (columns == columns[:, :1]).all():  # what follows would find the same, and takes longer
         return np.zeros(problem.num_ranks, np.int32)
     return np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int32)

@@ -12,7 +12,7 @@ import numpy as np
 
 from evenkeel.partitioning.karmarkar_karp import differenced, evened
 from evenkeel.partitioning.local_search import ACROSS, PATIENCE, Groups, exchange_from, give_light_company
-from evenkeel.partitioning.lpt import at_home, kept_at_home, longest_first, place_in_groups, spill
+from evenkeel.partitioning.lpt import at_home, kept_at_home, longest_first, place, spill
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import (
     Integers,
@@ -27,12 +27,6 @@ from evenkeel.partitioning.problem import (
 
 HEAVY = 1 / 8  # of what a rank gets: with samples as heavy, what can be had is looked at before anything is tried
 FAR_OFF = 2e-3  # of the bound, above the limits, where a longer search pays
-
-
-def _start(problem: Problem) -> Ranks:
-    if problem.arrays.most is problem.home_counts:  # the homes are as even as counts get
-        return problem.arrays.homes.copy()
-    return at_home(problem)
 
 
 def _share(problem: Problem, destinations: Ranks) -> float:
@@ -100,14 +94,10 @@ def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
 
     Where heavy samples do not divide evenly over the ranks, these limits are looked for before much is tried.
     """
-    start = problem.fit(problem, _start(problem))
-    heaviest = float(problem.arrays.costs[problem.order[-1]])
-    early = heaviest >= HEAVY * problem.bound
-    if early:
+    start = problem.fit(problem, at_home(problem))
+    if float(problem.arrays.costs[problem.order[-1]]) >= HEAVY * problem.bound:
         problem = with_crowding(problem)
     best, least = exchange_from(problem, start)
-    if least > 0 and not early:
-        problem = with_crowding(problem)
     if least > 0 and not problem.arrays.memory.size:
         other = best.copy()
         if give_light_company(problem.arrays, problem.order, other):
@@ -144,7 +134,6 @@ def between_nodes(problem: Problem, keep: Integers) -> Problem:
         problem,
         arrays=with_limits(of_nodes, problem.bound, problem.tolerance / 2),
         num_ranks=num_nodes,
-        num_fuller=-1,
         home_counts=_node_sums(problem, problem.home_counts),
         home_loads=_node_sums(problem, problem.home_loads),
     )
@@ -156,25 +145,18 @@ def _balance_nodes(problem: Problem) -> tuple[Ranks, float]:
     Where that ends short inside a node, its ranks start again from longest first.
     """
     arrays, num_nodes = problem.arrays, problem.num_nodes
-    keep, most = kept_at_home(problem)
+    keep = kept_at_home(problem)
     between = between_nodes(problem, keep)
     node_of_sample, over_nodes = exchange_from(between, at_home(between), effort=1)
     groups = Groups.by_node(arrays.nodes, num_nodes)
 
-    def place(destinations: Ranks) -> None:
-        """Places what has no rank yet inside its node."""
-        items = problem.order[destinations[problem.order] < 0]
-        if items.size:
-            by_node = Groups.by_node(node_of_sample[items], num_nodes)
-            place_in_groups(problem, items[by_node.ranks], by_node.begin, groups, most, -1, destinations)
-
     destinations = np.where(node_of_sample == arrays.nodes[arrays.homes], arrays.homes, np.int32(-1))
     spill(problem.order, keep, destinations)
-    place(destinations)
+    place(problem, destinations, node_of_sample)
     best, least = exchange_from(problem, destinations, effort=1, groups=groups)
     if least > 0 and over_nodes <= 0:
         sets = np.full_like(best, -1)
-        place(sets)
+        place(problem, sets, node_of_sample)
         kinds = kinds_of_ranks(problem) * np.int32(num_nodes) + arrays.nodes
         other, overload = exchange_from(
             problem, match_home(problem, sets, kinds, kinds), plain=False, effort=8, groups=groups

@@ -29,7 +29,7 @@ def plain_partition(problem: Problem) -> Ranks:
 
 def _placed(problem: Problem, samples: list[int], *, by_room: bool = False) -> Ranks | None:
     """The samples in this order, each on the rank with the least load over speed, or with most room for memory."""
-    arrays, fuller = problem.arrays, problem.num_fuller
+    arrays = problem.arrays
     costs, speeds, most = arrays.costs.tolist(), arrays.speeds.tolist(), arrays.most.tolist()
     memory = arrays.memory.tolist() if arrays.caps.size else [0] * len(costs)
     room = arrays.caps.tolist() if arrays.caps.size else [0] * len(most)
@@ -41,10 +41,10 @@ def _placed(problem: Problem, samples: list[int], *, by_room: bool = False) -> R
         while heap:
             first = heap[0]
             rank = first[2]
-            if counts[rank] < most[rank] - (fuller == 0) and memory[sample] <= room[rank]:
+            if counts[rank] < most[rank] and memory[sample] <= room[rank]:
                 break
             heapq.heappop(heap)
-            if counts[rank] < most[rank] - (fuller == 0):
+            if counts[rank] < most[rank]:
                 aside.append(first)
         else:
             return None
@@ -52,7 +52,6 @@ def _placed(problem: Problem, samples: list[int], *, by_room: bool = False) -> R
         load[rank] += costs[sample]
         counts[rank] += 1
         room[rank] -= memory[sample]
-        fuller -= fuller > 0 and counts[rank] == most[rank]
         heapq.heapreplace(heap, (-room[rank] if by_room else load[rank] / speeds[rank], first[1], rank))
         for other in aside:
             heapq.heappush(heap, other)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import kernel, variant
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -123,8 +123,6 @@ class Problem:
         order: (n,) int32, sorts the costs ascending.
         free: Whether ranks may hold any number of samples.
         num_nodes: Number of distinct nodes.
-        num_fuller: Ranks that take `arrays.most` samples, the others taking one less; negative when `fewest` and `most`
-            alone say it.
         home_counts: (num_ranks,) samples at each home.
         home_loads: (num_ranks,) load of each home.
         bound: No assignment has a smaller maximum of load over speed.
@@ -140,7 +138,6 @@ class Problem:
     order: Ranks
     free: bool
     num_nodes: int
-    num_fuller: int
     home_counts: Integers
     home_loads: Integers
     bound: float
@@ -306,27 +303,16 @@ def counts_and_loads(costs: Integers, ranks: Ranks, num_ranks: int) -> tuple[Int
 
 
 @kernel
-def bound_on_largest(costs: Integers, order: Ranks, speeds: Floats, fewest: Integers, most: Integers) -> float:
+def bound_on_largest(costs: Integers, order: Ranks, speeds: Floats, fewest: int) -> float:
     """The larger of two bounds on max(load / speed) of whole samples.
 
     All work spread over all ranks, each as fast as it is; and the heaviest sample with the lightest others that must
     fill its rank, on the rank where that is done first. `order` sorts `costs` ascending.
     """
-    n = costs.size
-    if n == 0:
+    if costs.size == 0:
         return 0.0
-    below = np.zeros(n, costs.dtype)  # summed cost of the i lightest
-    for i in range(n - 1):
-        below[i + 1] = below[i] + costs[order[i]]
-    heaviest = costs[order[n - 1]]
-    total = below[n - 1] + heaviest
-    speed = 0.0
-    alone = np.inf
-    for r in range(speeds.size):
-        speed += speeds[r]
-        if most[r] > 0:
-            alone = min(alone, (heaviest + below[max(fewest[r] - 1, 0)]) / speeds[r])
-    return float(max(total / speed, alone))
+    alone = costs[order[-1]] + costs[order[: max(fewest - 1, 0)]].sum()
+    return float(max(costs.sum() / np.cumsum(speeds)[-1], alone / speeds.max()))
 
 
 @kernel
@@ -359,16 +345,10 @@ def crowding_bound(costs: Integers, order: Ranks, fewest: int, num_ranks: int) -
 @kernel
 def limits_at(costs: Integers, speeds: Floats, bound: float, tolerance: float) -> Integers:
     """(num_ranks,) the loads at `bound` and the tolerance, at most the whole load."""
-    total = 0
-    for cost in costs:
-        total += cost
-    limits = np.empty(speeds.size, np.int64)
-    for r in range(speeds.size):
-        # The bound is that of a slow rank, whose whole load may be far less than a fast one could do: the product may
-        # be beyond int64.
-        limit = max(np.floor(bound * (1.0 + tolerance) * speeds[r]), np.ceil(bound * speeds[r]))
-        limits[r] = np.int64(limit) if limit < np.float64(total) else total
-    return limits
+    limits = np.maximum(np.floor(bound * (1.0 + tolerance) * speeds), np.ceil(bound * speeds))
+    # Of a fast rank they may be beyond int64: the bound may be that of a slow one.
+    units: Integers = np.minimum(np.minimum(limits, 2.0**62).astype(np.int64), costs.sum())
+    return units
 
 
 @kernel
@@ -386,35 +366,18 @@ def moved_sizes(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) 
     return total, samples, size, between
 
 
+def plain_moved(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tuple[float, int, float, float]:
+    """As `moved_sizes`, without compiled kernels."""
+    moves = destinations != homes
+    near, far = np.bincount(nodes[destinations[moves]] != nodes[homes[moves]], sizes[moves], 2).tolist()
+    return float(np.cumsum(sizes)[-1:].sum()), int(np.count_nonzero(moves)), near + far, far
+
+
 def loads_of(costs: NDArray[Any], ranks: Ranks, num_ranks: int) -> NDArray[Any]:
     """(num_ranks,) summed cost of each rank; fractions in the order of the samples, the same on every machine."""
     loads = np.zeros(num_ranks, costs.dtype)
     np.add.at(loads, ranks, costs)
     return loads
-
-
-# What stands for kernels while they are compiled: interpreted, they would take a hundred times as long.
-
-
-def _plain_bound(costs: Integers, order: Ranks, speeds: Floats, fewest: Integers, most: Integers) -> float:
-    if not costs.size:
-        return 0.0
-    below = np.concatenate([[0], np.cumsum(costs[order])])
-    alone = (below[-1] - below[-2] + below[np.maximum(fewest - 1, 0)]) / speeds
-    return max(float(below[-1] / sum(speeds.tolist())), float(alone[most > 0].min()))
-
-
-def _plain_limits(costs: Integers, speeds: Floats, bound: float, tolerance: float) -> Integers:
-    limits, total = np.maximum(np.floor(bound * (1.0 + tolerance) * speeds), np.ceil(bound * speeds)), int(costs.sum())
-    below = limits < float(total)
-    return np.where(below, np.where(below, limits, 0.0).astype(np.int64), total)
-
-
-def plain_moved(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tuple[float, int, float, float]:
-    """As `moved_sizes`, which adds one after the other too."""
-    moved, far = destinations != homes, nodes[destinations] != nodes[homes]
-    total, size, between = (float(np.cumsum(each)[-1:].sum()) for each in (sizes, sizes * moved, sizes * far))
-    return total, int(np.count_nonzero(moved)), size, between
 
 
 def with_limits(arrays: Arrays, largest: float, tolerance: float) -> Arrays:
@@ -476,18 +439,15 @@ def make_problem(
     else:
         home_counts, home_loads = np.bincount(all_homes, minlength=num_ranks), loads_of(units, all_homes, num_ranks)
     floor, remainder = divmod(n, num_ranks)
-    num_fuller = -1
     if counts == "free":
-        fewest, most = np.zeros(num_ranks, np.int64), np.full(num_ranks, n, np.int64)
-    elif max(counted := home_counts.tolist()) - min(counted) <= 1:
-        fewest, most = home_counts, home_counts
+        floor, fewest, most = 0, np.zeros(num_ranks, np.int64), np.full(num_ranks, n, np.int64)
     else:
-        fewest = np.full(num_ranks, floor, np.int64)
-        most = fewest + (remainder > 0)
-        num_fuller = remainder or -1
+        fewest = most = np.full(num_ranks, floor, np.int64)
+        if remainder:  # the fullest homes get one more than the others
+            most[np.argsort(-home_counts, kind="stable")[:remainder]] += 1
     order = ascending_order(units) if compiled else np.argsort(units, kind="stable").astype(np.int32)
-    bound = (bound_on_largest if compiled else _plain_bound)(units, order, all_speeds, fewest, most)
-    limits = (limits_at if compiled else _plain_limits)(units, all_speeds, bound, tolerance)
+    bound = variant(bound_on_largest, compiled)(units, order, all_speeds, floor)
+    limits = variant(limits_at, compiled)(units, all_speeds, bound, tolerance)
     nothing = np.empty(0, np.int64)
     arrays = Arrays(
         costs=units, sizes=all_sizes, homes=all_homes, memory=nothing, caps=nothing, fewest=fewest, most=most,
@@ -501,7 +461,6 @@ def make_problem(
         order=order,
         free=counts == "free",
         num_nodes=num_nodes,
-        num_fuller=num_fuller,
         home_counts=home_counts,
         home_loads=home_loads,
         bound=bound,

@@ -1,7 +1,7 @@
 """How a round is planned, by the balancer and by the lead: each batch is partitioned, then what a partition cannot do.
 
-A refinement takes the plan of the one before it, or why there is none within the memory caps, and returns a better one,
-or what it was given. Without its line in `REFINEMENTS`, rounds are planned without what it does.
+A refinement takes the plan of a batch from the one before it, or why there is none within the memory caps, and returns
+a better one, or what it was given. Without its line here, rounds are planned without what it does.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from typing import TypeAlias
 
 import numpy as np
 
-from evenkeel.partitioning.problem import PartitionError
-from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples, partition_batches
+from evenkeel.partitioning.rounds import Found, RoundOptions, RoundPlan, RoundSamples, partition_batches
 from evenkeel.partitioning.slices import Slices, slices_of
 from evenkeel.partitioning.split_search import split_heavy
+from evenkeel.partitioning.splits import part_lengths, samples_of_parts
 from evenkeel.partitioning.users import gather_users
 from evenkeel.partitioning.windows import gather_heavy
 
-Found: TypeAlias = RoundPlan | PartitionError
 Refinement: TypeAlias = Callable[[RoundSamples, RoundOptions, Found], Found]
 REFINEMENTS: tuple[Refinement, ...] = (
-    gather_heavy,
     split_heavy,
     gather_users,
 )
@@ -39,12 +37,12 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
         ValueError: If an argument is wrong; the message names it and its remedy.
     """
     began = time.perf_counter()
-    found: Found = partition_batches(samples, options)
+    batches = partition_batches(samples, options)
+    batches = gather_heavy(samples, options, batches)
     for refine in REFINEMENTS:
-        found = refine(samples, options, found)
-    if isinstance(found, PartitionError):
-        raise found
-    return replace(found, seconds=time.perf_counter() - began)
+        pairs = zip(batches.samples, batches.plans, strict=True)
+        batches = batches._replace(plans=[refine(one, options, found) for one, found in pairs])
+    return replace(batches.joined(samples), seconds=time.perf_counter() - began)
 
 
 def slice_round(plan: RoundPlan, samples: RoundSamples, *, compiled: bool = True) -> Slices:
@@ -52,6 +50,7 @@ def slice_round(plan: RoundPlan, samples: RoundSamples, *, compiled: bool = True
     counts, lengths = samples.counts_at_home, samples.lengths
     if plan.parts is not None:
         assert samples.roles is not None
-        of, lengths = plan.parts.cut(lengths, samples.roles)
+        lengths = part_lengths(lengths, plan.parts.begins, samples.roles)
+        of = samples_of_parts(plan.parts.begins)
         counts = np.bincount(samples.homes[of], minlength=samples.num_ranks)
     return slices_of(plan.destinations, counts, lengths, plan.steps, samples.num_batches, compiled=compiled)

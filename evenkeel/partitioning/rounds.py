@@ -5,9 +5,10 @@ Every round has one or more batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +23,15 @@ from evenkeel.partitioning.api import (
 )
 from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.slices import Lengths, Slice
-from evenkeel.partitioning.splits import WIDTH, Cuts, Divisible, RoundParts, SplitOptions, SplitSample, arrivals
-
-_FEW_FIELDS = 8  # up to which sums over a row are fastest column by column
+from evenkeel.partitioning.splits import (
+    WIDTH,
+    RoundParts,
+    SplitOptions,
+    SplitSample,
+    arrivals,
+    samples_of_parts,
+    spans_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +49,7 @@ class _Samples:
     @property
     def moving_sizes(self) -> NDArray[np.int64]:
         """(n,) what moving each sample takes."""
-        return row_sums(self.lengths) if self.sizes is None else self.sizes
+        return self.lengths.sum(axis=1, dtype=np.int64) if self.sizes is None else self.sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +63,7 @@ class RankSamples(_Samples):
         memory: (n,) float64, what the memory caps count; None: nothing.
         users: (n,) uint32, whose each sample is: those of one user share keys. None: nobody says.
         batch_sizes: Samples of each of the rank's batches, in order; empty: all are of one.
-        divisible: (m, WIDTH) float64, the samples that may be split; see `Divisible.table`. None: there are none.
+        divisible: (m, WIDTH) float64, the samples that may be split; see `table_of`. None: there are none.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -97,11 +104,6 @@ class RoundSamples(_Samples):
         """(n,) the rank that loaded each sample."""
         return np.repeat(np.arange(self.num_ranks, dtype=np.int32), self.counts_at_home)
 
-    def numbers_at_home(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(m,) the number of each of some samples among those of its home."""
-        counts = self.counts_at_home
-        return np.asarray(samples - (np.cumsum(counts) - counts)[self.homes[samples]])
-
     def parts(
         self, begins: NDArray[np.int64], destinations: NDArray[np.int32], steps: NDArray[np.int32] | None
     ) -> RoundParts:
@@ -110,15 +112,16 @@ class RoundSamples(_Samples):
         Raises:
             ValueError: If a sample is split that may not be.
         """
-        of = np.cumsum(begins == 0) - 1
+        of = samples_of_parts(begins)
         batches = np.zeros(of.size, np.int64) if steps is None else steps.astype(np.int64)
         split = np.flatnonzero(np.bincount(of)[of] > 1)
         split = split[np.argsort(batches[split], kind="stable")]
         table = np.empty((0, WIDTH)) if self.divisible is None else self.divisible
         if not np.isin(of[split], table[:, 0]).all():
             raise ValueError("samples are split that may not be")
-        spans, items = Divisible.of_table(table[np.searchsorted(table[:, 0], of[split])]), begins[split]
-        firsts = np.where(items > 0, spans.first_items + items * spans.granule, 0)
+        own, items = table[np.searchsorted(table[:, 0], of[split])], begins[split]
+        spans = spans_of(own)
+        firsts = np.where(items > 0, own[:, 1] + items * spans.granule, 0)
         ends = np.where(np.append(items[1:], 0) > 0, np.append(firsts[1:], 0), spans.positions)
         arriving = arrivals(batches * self.num_ranks + destinations)[split]
         columns = (
@@ -126,7 +129,25 @@ class RoundSamples(_Samples):
         )  # fmt: skip
         with np.errstate(invalid="ignore"):  # what is read may begin beyond any position, where no piece is
             pieces = np.stack(columns, axis=1).astype(np.int64)
-        return RoundParts(samples=self.numbers_at_home(of), begins=begins, pieces=pieces)
+        first_of_home = np.cumsum(self.counts_at_home) - self.counts_at_home
+        return RoundParts(samples=of - first_of_home[self.homes[of]], begins=begins, pieces=pieces)
+
+    def of(self, own: NDArray[np.int64]) -> RoundSamples:
+        """Some of them, ascending, as a round of one batch; without lengths."""
+        divisible = self.divisible
+        if divisible is not None:
+            divisible = divisible[np.isin(divisible[:, 0].astype(np.int64), own)]
+            divisible[:, 0] = np.searchsorted(own, divisible[:, 0])
+        return replace(
+            self,
+            batch_sizes=np.bincount(self.homes[own], minlength=self.num_ranks)[:, None],
+            costs=self.costs[own],
+            lengths=np.empty((own.size, 0), np.int64),
+            sizes=self.moving_sizes[own],
+            memory=None if self.memory is None else self.memory[own],
+            users=None if self.users is None else self.users[own],
+            divisible=divisible,
+        )
 
     @property
     def home_loads(self) -> NDArray[np.float64]:
@@ -142,17 +163,6 @@ class RoundSamples(_Samples):
             return None
         batches = np.tile(np.arange(self.num_batches, dtype=np.int32), self.num_ranks)
         return np.repeat(batches, self.batch_sizes.ravel())
-
-
-def row_sums(lengths: Lengths) -> NDArray[np.int64]:
-    """(n,) sum of each row of (n, fields) lengths."""
-    num_fields = lengths.shape[1]
-    if not 0 < num_fields <= _FEW_FIELDS:
-        return np.asarray(np.einsum("ij->i", lengths, dtype=np.int64))
-    sums = lengths[:, 0].astype(np.int64)
-    for field in range(1, num_fields):
-        sums += lengths[:, field]
-    return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +304,9 @@ class RoundPlan:
         return replace(self.batches[self.worst], **sums)
 
 
+Found: TypeAlias = RoundPlan | PartitionError
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
     """What one rank knows of a round's plan.
@@ -303,15 +316,15 @@ class RankPlan:
         slices: Its part of each batch, over the own samples that the batch trains, in their order; over their parts
             where some are split.
         figures: How even each batch is; empty where nothing was planned.
-        cuts: Per batch, the parts of the own samples; None where none of them is split. Empty where no rank's is, in
-            no batch.
+        cuts: Per batch, the first items of the own samples' parts; None where none of them is split. Empty where no
+            rank's is, in no batch.
         splits: Per batch, the split samples of all ranks, the same on all of them; empty as `cuts`.
     """
 
     steps: NDArray[np.int32] | None
     slices: tuple[Slice, ...]
     figures: tuple[Figures, ...] = ()
-    cuts: tuple[Cuts | None, ...] = ()
+    cuts: tuple[NDArray[np.int64] | None, ...] = ()
     splits: tuple[tuple[SplitSample, ...], ...] = ()
 
     @classmethod
@@ -322,14 +335,59 @@ class RankPlan:
         lengths = (samples.lengths[begin:end] for begin, end in pairwise(ends))
         return cls(steps=None, slices=tuple(Slice.staying(rank, own) for own in lengths))
 
-    def cuts_in(self, batch: int) -> Cuts | None:
-        """The parts of the own samples that a batch trains; None where none of them is split."""
+    def cuts_in(self, batch: int) -> NDArray[np.int64] | None:
+        """(parts,) the first items of the own samples' parts that a batch trains; None where none of them is split."""
         return self.cuts[batch] if self.cuts else None
 
     def own_in(self, batch: int) -> int:
         """Own samples that a batch trains, somewhere."""
         cuts = self.cuts_in(batch)
-        return len(self.slices[batch].destinations) if cuts is None else cuts.num_samples
+        return len(self.slices[batch].destinations) if cuts is None else int(np.count_nonzero(cuts == 0))
+
+
+class Batches(NamedTuple):
+    """A round's batches, each planned by itself.
+
+    Attributes:
+        steps: (n,) int32, the batch of the round that trains each sample; None: all are of one batch.
+        samples: Each batch as a round of its own.
+        plans: The plan of each, or why there is none.
+    """
+
+    steps: NDArray[np.int32] | None
+    samples: Sequence[RoundSamples]
+    plans: Sequence[Found]
+
+    def joined(self, samples: RoundSamples) -> RoundPlan:
+        """The plan of the whole round.
+
+        Raises:
+            PartitionError: If a batch has none.
+        """
+        plans = []
+        for plan in self.plans:
+            if isinstance(plan, PartitionError):
+                raise plan
+            plans.append(plan)
+        if self.steps is None:
+            return plans[0]
+        every = [
+            np.zeros(plan.destinations.size, np.int64) if plan.parts is None else plan.parts.begins for plan in plans
+        ]
+        owns = [np.flatnonzero(self.steps == batch) for batch in range(len(plans))]
+        of = np.concatenate([own[samples_of_parts(begins)] for own, begins in zip(owns, every, strict=True)])
+        begins = np.concatenate(every)
+        order = np.lexsort((begins, of))
+        begins, steps = begins[order], self.steps[of[order]]
+        destinations = np.concatenate([plan.destinations for plan in plans])[order]
+        return RoundPlan(
+            destinations=destinations,
+            steps=steps,
+            parts=samples.parts(begins, destinations, steps) if begins.any() else None,
+            loads_before=samples.home_loads,
+            loads_after=np.concatenate([plan.loads_after for plan in plans]),
+            batches=tuple(plan.batches[0] for plan in plans),
+        )
 
 
 def partition_batches(
@@ -337,59 +395,57 @@ def partition_batches(
     options: RoundOptions,
     steps: NDArray[np.int32] | None = None,
     tolerance: float | None = None,
-) -> RoundPlan | PartitionError:
-    """Partitions each batch of a round by itself."""
-    homes, sizes, loaded = samples.homes, samples.moving_sizes, samples.steps
-    chosen = loaded if steps is None else steps
+) -> Batches:
+    """Partitions each batch of a round by itself; `steps` are (n,) the batch of each sample, if not as loaded."""
+    loads = [None] * samples.num_batches if steps is None else samples.home_loads
+    steps = samples.steps if steps is None else steps
+    ones = [samples]
+    if steps is not None:
+        ones = [samples.of(np.flatnonzero(steps == batch)) for batch in range(samples.num_batches)]
+    options = options if tolerance is None else replace(options, tolerance=tolerance)
+    pairs = zip(ones, loads, strict=True)
+    return Batches(steps, ones, [_partition_batch(one, options, before) for one, before in pairs])
+
+
+def _partition_batch(samples: RoundSamples, options: RoundOptions, before: NDArray[np.float64] | None) -> Found:
+    """Partitions a batch; `before` are the loads of the ranks as loaded, if that were other samples."""
     caps = np.array(options.memory_caps) if options.memory_caps else None
-    destinations = np.empty(homes.size, np.int32)
-    loads_before, loads_after, batches = [], [], []
-    for batch in range(samples.num_batches):
-        own = slice(None) if chosen is None else np.flatnonzero(chosen == batch)
-        try:
-            part = partition(
-                samples.costs[own],
-                homes[own],
-                samples.num_ranks,
-                strategy=options.strategy,
-                sizes=sizes[own],
-                counts=options.counts,
-                tolerance=options.tolerance if tolerance is None else tolerance,
-                move_price=options.move_price,
-                speeds=np.array(options.speeds) if options.speeds else None,
-                memory=samples.memory[own] if caps is not None and samples.memory is not None else None,
-                memory_caps=caps,
-                nodes=samples.nodes,
-                min_samples=options.min_samples,
-                stay=options.stay,
-            )
-        except PartitionError as error:
-            return error
-        destinations[own] = part.destinations
-        before = part.home_loads
-        if steps is not None and loaded is not None:
-            at_home = np.flatnonzero(loaded == batch)
-            before = np.bincount(homes[at_home], samples.costs[at_home], samples.num_ranks)
-        loads_before.append(before)
-        loads_after.append(part.loads)
-        batches.append(
-            Figures.of(
-                before,
-                part.loads,
-                part.speeds,
-                lower_bound=part.lower_bound,
-                samples=part.destinations.size,
-                moved_samples=part.moved_samples,
-                size=int(part.size),
-                moved_size=round(part.moved_size),
-                moved_size_between_nodes=round(part.moved_size_between_nodes),
-            )
+    try:
+        part = partition(
+            samples.costs,
+            samples.homes,
+            samples.num_ranks,
+            strategy=options.strategy,
+            sizes=samples.moving_sizes,
+            counts=options.counts,
+            tolerance=options.tolerance,
+            move_price=options.move_price,
+            speeds=np.array(options.speeds) if options.speeds else None,
+            memory=None if caps is None else samples.memory,
+            memory_caps=caps,
+            nodes=samples.nodes,
+            min_samples=options.min_samples,
+            stay=options.stay,
         )
+    except PartitionError as error:
+        return error
+    before = np.asarray(part.home_loads if before is None else before, np.float64)
+    figures = Figures.of(
+        before,
+        part.loads,
+        part.speeds,
+        lower_bound=part.lower_bound,
+        samples=part.destinations.size,
+        moved_samples=part.moved_samples,
+        size=int(part.size),
+        moved_size=round(part.moved_size),
+        moved_size_between_nodes=round(part.moved_size_between_nodes),
+    )
     return RoundPlan(
-        destinations=destinations,
-        steps=chosen,
+        destinations=part.destinations,
+        steps=None,
         parts=None,
-        loads_before=np.array(loads_before, np.float64),
-        loads_after=np.array(loads_after, np.float64),
-        batches=tuple(batches),
+        loads_before=before[None],
+        loads_after=part.loads[None].astype(np.float64),
+        batches=(figures,),
     )

@@ -104,17 +104,10 @@ class Slices:
 
 @kernel
 def _slice_plan(
-    places: NDArray[np.int32],
-    num_places: int,
-    home_begin: NDArray[np.int64],
-    words: NDArray[np.uint32],
-    num_fields: int,
+    places: NDArray[np.int32], num_places: int, home_begin: NDArray[np.int64], lengths: Lengths
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Sources of each place, by home; a place is a batch on a rank.
-
-    `words` are the lengths of `num_fields` fields in one or two words each, the lower one first.
-    """
-    num_homes, wide = home_begin.size - 1, words.shape[1] > num_fields
+    """Sources of each place, by home; a place is a batch on a rank."""
+    num_homes, num_fields = home_begin.size - 1, lengths.shape[1]
     last_source = np.full(num_places, -1, np.int32)
     source_begin = np.zeros(num_places + 1, np.int64)
     for home in range(num_homes):
@@ -140,18 +133,14 @@ def _slice_plan(
             pair = pairs[place]
             counts[pair] += 1
             for field in range(num_fields):
-                if wide:
-                    high = np.int64(words[i, 2 * field + 1]) << 32
-                    totals[pair, field] += high | np.int64(words[i, 2 * field])
-                else:
-                    totals[pair, field] += np.int64(words[i, field])
+                totals[pair, field] += np.int64(lengths[i, field])
     return source_begin, sources, counts, totals
 
 
 def _slice_plainly(
     places: NDArray[np.int32], num_places: int, home_begin: NDArray[np.int64], lengths: Lengths
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """As `_slice_plan`, of the lengths themselves and without compiled kernels: by sorting."""
+    """As `_slice_plan`, without compiled kernels: by sorting."""
     num_homes = home_begin.size - 1
     pairs = places.astype(np.int64) * num_homes + np.repeat(np.arange(num_homes), np.diff(home_begin))
     order = np.argsort(pairs, kind="stable")
@@ -217,8 +206,5 @@ def slices_of(
     values = plain_array(lengths, np.uint32 if lengths.dtype == np.uint32 else np.int64)
     places = destinations if steps is None else destinations * np.int32(num_steps) + steps
     num_places = counts_at_home.size * num_steps
-    if compiled:
-        found = _slice_plan(places, num_places, home_begin, values.view(np.uint32), values.shape[1])
-    else:
-        found = _slice_plainly(places, num_places, home_begin, values)
+    found = (_slice_plan if compiled else _slice_plainly)(places, num_places, home_begin, values)
     return Slices(destinations, home_begin, *found, steps=steps)

@@ -105,12 +105,7 @@ class SpeedEstimator:
 
         Args:
             num_ranks: Number of ranks.
-
-        Raises:
-            ValueError: If there is no rank.
         """
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks is {num_ranks}; pass 1 or more")
         self.rounds = 0
         self.fixed = 0.0
         self._rates = np.full((num_ranks, REFINED[-1]), np.nan)  # the latest first
@@ -129,16 +124,8 @@ class SpeedEstimator:
             seconds: (ranks,) time that each rank's own computation of it took, without waiting for others. What is not
                 from a nanosecond to 30 years counts as unknown, as does the time of a rank without load.
             number: Of the round; default: how many were noted before.
-
-        Raises:
-            ValueError: If a shape is wrong.
         """
         load, time = np.asarray(loads, np.float64), np.asarray(seconds, np.float64)
-        for name, values in (("loads", load), ("seconds", time)):
-            if values.shape != self._speeds.shape:
-                raise ValueError(
-                    f"{name} has the shape {values.shape}; pass one number for each of {self._speeds.size} ranks"
-                )
         known = np.isfinite(load) & np.isfinite(time) & (load > 0) & (time >= 1e-9) & (time <= 1e9)
         number = self.rounds if number is None else number
         self.rounds += 1

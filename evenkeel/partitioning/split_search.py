@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from evenkeel.partitioning.api import assign
-from evenkeel.partitioning.memory import PLACEMENTS, check_fits, with_caps
+from evenkeel.partitioning.api import partition
 from evenkeel.partitioning.problem import (
     Floats,
     Integers,
     PartitionError,
     PartitionNotFoundError,
-    Ranks,
-    make_problem,
 )
-from evenkeel.partitioning.registry import strategy_named
-from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples, partition_batches
+from evenkeel.partitioning.rounds import Figures, Found, RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.split_cuts import (
     Machine,
     Pieces,
@@ -37,7 +32,7 @@ from evenkeel.partitioning.split_cuts import (
     place_pieces,
     recut,
 )
-from evenkeel.partitioning.splits import SPAN, Divisible
+from evenkeel.partitioning.splits import SPAN, spans_of
 
 # Times of ranks, over an even division, at which samples have as few pieces as may be: the lower, the more pieces.
 LEVELS = (1.0, 1.04, 1.08, 1.13, 1.2, 1.35, 0.7)
@@ -56,79 +51,26 @@ FULL = 0.4  # of a piece, the room on a rank below which the piece had better go
 ROUNDING = 1 + 1e-9  # times a memory cap
 
 
-def split_heavy(
-    samples: RoundSamples, options: RoundOptions, found: RoundPlan | PartitionError
-) -> RoundPlan | PartitionError:
-    """The refinement: a plan with samples in parts, in the batches in which that takes less time."""
+def split_heavy(samples: RoundSamples, options: RoundOptions, found: Found) -> Found:
+    """The refinement: a plan with samples in parts where that takes less time than the best plan of whole ones."""
     if options.split is None or samples.divisible is None or not _wants_splits(found, options):
         return found
-    steps = samples.steps if isinstance(found, PartitionError) else found.steps
-    owns = [np.arange(len(samples))]
-    if steps is not None:
-        owns = [np.flatnonzero(steps == batch) for batch in range(samples.num_batches)]
-    plans = []
-    for batch, own in enumerate(owns):
-        one = _only(samples, own)
-        whole = found
-        if isinstance(found, RoundPlan):
-            whole = _of_batch(found, batch, own)
-        elif len(owns) > 1:  # the error may be another batch's
-            whole = partition_batches(one, options)
-        plan = split_batch(one, options, whole) or whole
-        if isinstance(plan, PartitionError):
-            return _not_in_parts_either(plan, one, options)
-        plans.append(plan)
-    return found if all(plan.parts is None for plan in plans) else _joined(samples, steps, owns, plans)
+    if samples.num_ranks > 1 and len(samples.divisible):
+        search = _Search(samples, options)
+        best = search.best(math.inf if isinstance(found, PartitionError) else found.figures.max_load_after)
+        if best is not None:
+            return search.result(best, found)
+    return _not_in_parts_either(found, samples, options) if isinstance(found, PartitionError) else found
 
 
-def _wants_splits(found: RoundPlan | PartitionError, options: RoundOptions) -> bool:
-    """Whether whole samples of some batch are too far from an even division, or fit no rank."""
+def _wants_splits(found: Found, options: RoundOptions) -> bool:
+    """Whether whole samples are too far from an even division, or fit no rank."""
     if isinstance(found, PartitionError):
         return True
     assert options.split is not None
-    speed = float(sum(options.speeds)) if options.speeds else float(found.loads_after.shape[1])
-    return any(
-        figures.lower_bound * speed > (1 + options.split.above) * float(sum(loads.tolist()))
-        for figures, loads in zip(found.batches, found.loads_after, strict=True)
-    )
-
-
-def split_batch(samples: RoundSamples, options: RoundOptions, whole: RoundPlan | PartitionError) -> RoundPlan | None:
-    """A batch with samples in parts where that takes less time than the best assignment of whole ones."""
-    assert samples.divisible is not None
-    if samples.num_ranks < 2 or not len(samples.divisible) or not _wants_splits(whole, options):
-        return None
-    search = _Search(samples, options)
-    best = search.best(math.inf if isinstance(whole, PartitionError) else whole.batches[0].max_load_after)
-    return None if best is None else search.result(best, whole)
-
-
-def _only(samples: RoundSamples, own: Integers) -> RoundSamples:
-    """Some samples of a round, ascending, as a round of one batch."""
-    assert samples.divisible is not None
-    divisible = samples.divisible[np.isin(samples.divisible[:, 0].astype(np.int64), own)]
-    divisible[:, 0] = np.searchsorted(own, divisible[:, 0])
-    return replace(
-        samples,
-        batch_sizes=np.bincount(samples.homes[own], minlength=samples.num_ranks)[:, None],
-        costs=samples.costs[own],
-        lengths=samples.lengths[own],
-        sizes=samples.moving_sizes[own],
-        memory=None if samples.memory is None else samples.memory[own],
-        users=None,
-        divisible=divisible,
-    )
-
-
-def _of_batch(plan: RoundPlan, batch: int, own: Integers) -> RoundPlan:
-    return replace(
-        plan,
-        destinations=plan.destinations[own],
-        steps=None,
-        loads_before=plan.loads_before[[batch]],
-        loads_after=plan.loads_after[[batch]],
-        batches=(plan.batches[batch],),
-    )
+    (loads,) = found.loads_after.tolist()
+    speed = float(sum(options.speeds)) if options.speeds else float(len(loads))
+    return found.figures.lower_bound * speed > (1 + options.split.above) * float(sum(loads))
 
 
 def _not_in_parts_either(error: PartitionError, one: RoundSamples, options: RoundOptions) -> PartitionError:
@@ -140,26 +82,6 @@ def _not_in_parts_either(error: PartitionError, one: RoundSamples, options: Roun
     return PartitionNotFoundError(
         f"{why}; with samples split over ranks no assignment was found either; raise memory_caps, let counts be 'free',"
         " or take fewer or shorter samples"
-    )
-
-
-def _joined(samples: RoundSamples, steps: Ranks | None, owns: list[Integers], plans: list[RoundPlan]) -> RoundPlan:
-    """The plan of a round, of one of each batch, whose samples are `owns`."""
-    every = [
-        np.zeros(own.size, np.int64) if p.parts is None else p.parts.begins for own, p in zip(owns, plans, strict=True)
-    ]
-    of = np.concatenate([own[np.cumsum(begins == 0) - 1] for own, begins in zip(owns, every, strict=True)])
-    begins = np.concatenate(every)
-    order = np.lexsort((begins, of))
-    destinations = np.concatenate([plan.destinations for plan in plans])[order]
-    steps = None if steps is None else steps[of[order]]
-    return RoundPlan(
-        destinations=destinations,
-        steps=steps,
-        parts=samples.parts(begins[order], destinations, steps),
-        loads_before=samples.home_loads,
-        loads_after=np.concatenate([plan.loads_after for plan in plans]),
-        batches=tuple(plan.batches[0] for plan in plans),
     )
 
 
@@ -201,8 +123,8 @@ class _Search:
         num_ranks = samples.num_ranks
         self._samples, self._options, self._num_ranks = samples, options, num_ranks
         self._costs, self._homes, self._sizes = samples.costs.astype(np.float64), samples.homes, samples.moving_sizes
-        self._spans = Divisible.of_table(samples.divisible)
-        self._divisible, self._table = self._spans.samples, np.ascontiguousarray(samples.divisible).view(SPAN)[:, 0]
+        self._spans, self._divisible = spans_of(samples.divisible), samples.divisible[:, 0].astype(np.int64)
+        self._table = np.ascontiguousarray(samples.divisible).view(SPAN)[:, 0]
         self._own = self._costs[self._divisible]  # costs of those that may be split
         self._fixed = options.split.fixed
         self._speeds = np.array(options.speeds, np.float64) if options.speeds else np.ones(num_ranks)
@@ -219,7 +141,6 @@ class _Search:
         self._caps = np.array(options.memory_caps or [math.inf] * num_ranks, np.float64)
         capped = bool(options.memory_caps) and samples.memory is not None
         self._memory = samples.memory if capped and samples.memory is not None else np.zeros(self._costs.size)
-        self._placements = PLACEMENTS // 4  # of whole samples, that an attempt may try; half after each in vain
         self._fewest, self._pieces = cache(self._find_fewest), cache(self._find_pieces)
 
     def best(self, time: float) -> _Plan | None:
@@ -313,9 +234,6 @@ class _Search:
             whole_ranks = self._around(
                 whole, placed, times * self._speeds[placed], np.repeat(self._memory[samples] / counts, counts), strategy
             )
-        except PartitionNotFoundError:  # all attempts together try no more than twice as many as the first
-            self._placements //= 2
-            return None
         except PartitionError:
             return None
         begins, ends = np.zeros(placed.size, np.int64), np.zeros(placed.size, np.int64)
@@ -343,24 +261,25 @@ class _Search:
         busy, options = np.bincount(placed, costs, self._num_ranks), self._options
         level = filled(busy / self._speeds, self._speeds, float(sum(self._costs[whole].tolist())))
         room = np.maximum(level * self._speeds - busy, LEAST * self._even)
-        problem = make_problem(
+        caps = None
+        if options.memory_caps:
+            caps = np.maximum(self._caps - np.bincount(placed, memory, self._num_ranks), 0.0)
+        part = partition(
             self._costs[whole],
             self._homes[whole],
             self._num_ranks,
+            strategy=strategy,
             sizes=self._sizes[whole],
             counts=options.counts,
             tolerance=max(options.tolerance, TOLERANCE),
             move_price=options.move_price,
             speeds=np.clip(room / max(float(room.max()), np.finfo(np.float64).tiny), 1e-6, 1.0),
+            memory=None if caps is None else self._memory[whole],
+            memory_caps=caps,
             nodes=self._samples.nodes,
+            min_samples=options.min_samples,
         )
-        caps, amounts = None, self._memory[whole]
-        if options.memory_caps:
-            caps = np.maximum(self._caps - np.bincount(placed, memory, self._num_ranks), 0.0)
-        problem = with_caps(problem, amounts, caps, placements=self._placements)
-        ranks = assign(problem, strategy_named(strategy), options.min_samples)
-        check_fits(amounts, caps, ranks)
-        return ranks.astype(np.int64)
+        return part.destinations.astype(np.int64)
 
     def _cut_by_memory(self, plan: _Plan) -> None:
         _, firsts, ranks, begins, ends = plan.pieces
@@ -389,12 +308,12 @@ class _Search:
         used = np.bincount(plan.ranks, self._memory[plan.samples] * self._shares(plan), self._num_ranks)
         return bool((used <= self._caps * ROUNDING).all())
 
-    def result(self, plan: _Plan, whole: RoundPlan | PartitionError) -> RoundPlan:
+    def result(self, plan: _Plan, whole: Found) -> RoundPlan:
         """The batch, part by part, and its figures beside those of whole samples."""
         loads, _, near, far = measure(plan.base, plan.pieces, self._machine)
         homes, nodes, sizes = self._homes[plan.samples], self._machine.nodes, self._sizes
         moved = sizes[plan.samples] * self._shares(plan)
-        known = None if isinstance(whole, PartitionError) else whole.batches[0]
+        known = None if isinstance(whole, PartitionError) else whole.figures
         before = self._samples.home_loads if isinstance(whole, PartitionError) else whole.loads_before
         figures = Figures.of(
             before[0],
@@ -415,9 +334,9 @@ class _Search:
             exchanged_between_nodes=far,
             max_load_whole=0.0 if known is None else known.max_load_after,
         )
-        spans, begins = self._spans.take(np.repeat(plan.split, plan.counts)), plan.pieces.begins
+        table, begins = np.repeat(self._table[plan.split], plan.counts), plan.pieces.begins
         items = np.zeros(plan.samples.size, np.int64)
-        items[-begins.size :] = np.where(begins > 0, np.rint((begins - spans.first_items) / spans.granule), 0)
+        items[-begins.size :] = np.where(begins > 0, np.rint((begins - table["first_items"]) / table["granule"]), 0)
         order = np.lexsort((items, plan.samples))
         destinations = plan.ranks[order].astype(np.int32)
         return RoundPlan(

@@ -154,27 +154,13 @@ class SpanCosts:
     granule: Numbers
 
     @classmethod
-    def of(
-        cls,
-        positions: ArrayLike,
-        *,
-        context: ArrayLike = 0,
-        candidates: ArrayLike = 0,
-        per_position: ArrayLike = 0,
-        per_pair: ArrayLike = 0,
-        targets: ArrayLike = 0,
-        per_target: ArrayLike = 0,
-        fixed: ArrayLike = 0,
-        head: ArrayLike = 0,
-        granule: ArrayLike = 1,
-    ) -> SpanCosts:
-        """Of numbers for each sample, or one number for all; see the attributes."""
+    def of(cls, positions: ArrayLike, **given: ArrayLike) -> SpanCosts:
+        """Of numbers for each sample, or one number for all, by name; see the attributes. What is left out is 0."""
         sizes = np.asarray(positions, np.float64)
-        first = np.maximum(head, context)
-        given = (context, candidates, per_position, per_pair, targets, per_target, fixed, first, granule)
-        names = [field.name for field in fields(cls)][1:]
-        arrays = [np.broadcast_to(np.asarray(value, np.float64), sizes.shape) for value in given]
-        return cls(positions=sizes, **dict(zip(names, arrays, strict=True)))
+        values = dict.fromkeys(_COSTS[1:], 0.0) | {"granule": 1.0} | given
+        values["head"] = np.maximum(values["head"], values["context"])
+        arrays = {name: np.broadcast_to(np.asarray(value, np.float64), sizes.shape) for name, value in values.items()}
+        return cls(positions=sizes, **arrays)
 
     def __len__(self) -> int:
         return self.positions.size
@@ -212,44 +198,30 @@ class SpanCosts:
 
 
 _WHOLE = ("positions", "context", "candidates", "targets", "head", "granule")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Divisible(SpanCosts):
-    """Samples that may be split, and what their positions cost.
-
-    Attributes:
-        samples: (m,) int64, which; ascending.
-        first_items: (m,) float64, the position of each one's item 0: behind the contextual positions, unless these are
-            items too.
-    """
-
-    samples: NDArray[np.int64]
-    first_items: NDArray[np.float64]
-
-    @classmethod
-    def with_spans(cls, spans: SpanCosts, samples: NDArray[np.int64], first_items: NDArray[np.float64]) -> Divisible:
-        """Those of which `spans` are."""
-        costs = {field.name: getattr(spans, field.name) for field in fields(spans)}
-        return cls(samples=samples, first_items=first_items, **costs)
-
-    @property
-    def table(self) -> NDArray[np.float64]:
-        """(m, WIDTH) all of it as numbers, which `of_table` reads."""
-        return np.stack([getattr(self, name) for name in _COLUMNS], axis=1).astype(np.float64)
-
-    @classmethod
-    def of_table(cls, table: NDArray[np.float64]) -> Divisible:
-        """Reads what `table` gave."""
-        columns = dict(zip(_COLUMNS, np.ascontiguousarray(table.T), strict=True))
-        return cls(**columns | {"samples": columns["samples"].astype(np.int64)})
-
-
-_COLUMNS = ("samples", "first_items", *(field.name for field in fields(SpanCosts)))
+_COSTS = tuple(field.name for field in fields(SpanCosts))
+_COLUMNS = ("samples", "first_items", *_COSTS)
 WIDTH = len(_COLUMNS)
-"""Numbers of a sample."""
+"""Numbers of a sample that may be split: which it is, the position of its item 0, and what its positions cost."""
 SPAN = np.dtype([(name, np.float64) for name in _COLUMNS])
 """These, as kernels read them."""
+
+
+def table_of(spans: SpanCosts, samples: NDArray[np.int64], first_items: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(m, WIDTH) the samples that may be split, as all from a rank to the search have them.
+
+    Args:
+        spans: What their positions cost.
+        samples: (m,) which they are; ascending.
+        first_items: (m,) the position of each one's item 0: behind the contextual positions, unless these are items
+            too.
+    """
+    columns = [samples, first_items, *(getattr(spans, name) for name in _COSTS)]
+    return np.stack(columns, axis=1).astype(np.float64)
+
+
+def spans_of(table: NDArray[np.float64]) -> SpanCosts:
+    """What the positions of a table's samples cost."""
+    return SpanCosts(**dict(zip(_COSTS, np.ascontiguousarray(table[:, 2:].T), strict=True)))
 
 
 def check_table(table: NDArray[np.float64], costs: NDArray[np.int64] | NDArray[np.float64]) -> str:
@@ -261,21 +233,21 @@ def check_table(table: NDArray[np.float64], costs: NDArray[np.int64] | NDArray[n
         return f"[{bad[0]}] has numbers that are not finite and at least 0"
     if not (np.diff(table[:, 0], prepend=-1) > 0).all() or table[-1, 0] >= len(costs) or (table[:, 0] % 1).any():
         return f" names samples that are not ascending numbers from 0 to {len(costs) - 1}"
-    spans = Divisible.of_table(table)
+    spans, samples, first_items = spans_of(table), table[:, 0].astype(np.int64), table[:, 1]
     for name in _WHOLE:
         values = getattr(spans, name)
         bad = np.flatnonzero((values % 1 != 0) | (values > MAX_POSITIONS) | (values < (name == "granule")))
         if bad.size:
             return f"[{bad[0]}] has {name} {values[bad[0]]:g}, not a whole number up to 2^40"
     fits = (spans.context + spans.candidates <= spans.positions) & (spans.head >= spans.context)
-    fits &= (spans.targets <= spans.positions) & ((spans.head - spans.first_items) % spans.granule == 0)
-    fits &= spans.first_items <= spans.head
+    fits &= (spans.targets <= spans.positions) & ((spans.head - first_items) % spans.granule == 0)
+    fits &= first_items <= spans.head
     if not fits.all():
         return f"[{int(fits.argmin())}] has context, candidates, targets or head that do not fit its positions"
-    agrees = np.isclose(spans.whole, costs[spans.samples].astype(np.float64), rtol=1e-6)
+    agrees = np.isclose(spans.whole, costs[samples].astype(np.float64), rtol=1e-6)
     if not agrees.all():
         at = int(agrees.argmin())
-        cost = costs[spans.samples[at]]
+        cost = costs[samples[at]]
         return f"[{at}] costs {spans.whole[at]:g} by its positions, but {cost:g} as a sample"
     return ""
 
@@ -385,75 +357,45 @@ def check_splits(samples: Sequence[SplitSample], num_ranks: int) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cuts:
-    """The parts of one rank's own samples that one batch trains, in home order. A whole sample is one part.
+def samples_of_parts(begins: Integers) -> Integers:
+    """(m,) which sample each part is of, numbered in their order; a whole sample is one part.
 
-    A cut is counted in items: of a jagged field with k values an item, item i is values i * k to (i + 1) * k - 1 of the
-    sample. An item may be several positions of the sequence that a model computes, as interleaved items and actions
-    are, and positions before the first item belong to the first part; so items are not positions of `Piece`.
-
-    Attributes:
-        samples: (m,) int64, which of the samples each part is of, counted among the own samples that the batch trains;
-            ascending, each of them at least once.
-        begins: (m,) int64, the first item of each part; 0 of a sample's first part. A part ends where the sample's next
-            begins, the last part where the sample ends.
+    Args:
+        begins: (m,) the first item of each part, which is 0 of a sample's first part alone. A part ends where the
+            sample's next begins, the last part where the sample ends. Of a jagged field with k values an item, item i
+            is values i * k to (i + 1) * k - 1 of the sample. An item may be several positions of the sequence that a
+            model computes, as interleaved items and actions are, and positions before the first item belong to the
+            first part; so items are not positions of `Piece`.
     """
-
-    samples: NDArray[np.int64]
-    begins: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return self.samples.size
-
-    @property
-    def num_samples(self) -> int:
-        """Samples, whole or not."""
-        return int(self.samples[-1]) + 1 if self.samples.size else 0
-
-    @property
-    def is_first(self) -> NDArray[np.bool_]:
-        """(m,) whether a part is the first of its sample."""
-        first = np.ones(self.samples.size, np.bool_)
-        np.not_equal(self.samples[1:], self.samples[:-1], out=first[1:])
-        return first
-
-    @property
-    def is_last(self) -> NDArray[np.bool_]:
-        """(m,) whether a part is the last of its sample."""
-        last = np.ones(self.samples.size, np.bool_)
-        np.not_equal(self.samples[1:], self.samples[:-1], out=last[:-1])
-        return last
+    return np.cumsum(begins == 0) - 1
 
 
-def part_ranges(lengths: Lengths, cuts: Cuts, roles: NDArray[np.int64]) -> tuple[NDArray[np.int64], Integers]:
+def part_ranges(lengths: Lengths, begins: Integers, roles: NDArray[np.int64]) -> tuple[Integers, Integers]:
     """Which of its sample's values each part has, of each jagged field.
 
     Args:
         lengths: (n, jagged fields) of the samples, values of each field.
-        cuts: Of m parts.
+        begins: (m,) the first item of each part, of n samples; see `samples_of_parts`.
         roles: (jagged fields,) what each is: k for the sequence's with k values an item, or `LAST`, `FIRST` or `ALL`.
 
     Returns:
         (m, jagged fields) each, the first value, counted in the sample, and the one after the last. Where a field has
         none in a part, both are the same number.
     """
-    assert len(lengths) == cuts.num_samples, "cuts of other samples"
-    ends = lengths[cuts.samples].astype(np.int64)
-    begins = np.minimum(cuts.begins[:, None] * np.maximum(roles, 0), ends)
-    first, last = cuts.is_first, cuts.is_last
-    begins[first] = 0
-    inner = np.flatnonzero(~last)
-    ends[inner] = np.where(roles > 0, begins[np.minimum(inner + 1, len(cuts) - 1)], ends[inner])
-    ends[~last[:, None] & (roles == LAST)] = 0
-    ends[~first[:, None] & (roles == FIRST)] = 0
-    return begins, ends
+    is_first = (begins == 0)[:, None]
+    is_last = np.roll(is_first, -1)
+    ends = lengths[samples_of_parts(begins)].astype(np.int64)
+    firsts = np.minimum(begins[:, None] * np.maximum(roles, 0), ends)
+    ends = np.where((roles > 0) & ~is_last, np.roll(firsts, -1, axis=0), ends)
+    ends[~is_last & (roles == LAST)] = 0
+    ends[~is_first & (roles == FIRST)] = 0
+    return firsts, ends
 
 
-def part_lengths(lengths: Lengths, cuts: Cuts, roles: NDArray[np.int64]) -> NDArray[np.int64]:
+def part_lengths(lengths: Lengths, begins: Integers, roles: NDArray[np.int64]) -> Integers:
     """(m, jagged fields) values of each field in each part; see `part_ranges`."""
-    begins, ends = part_ranges(lengths, cuts, roles)
-    return ends - begins
+    firsts, ends = part_ranges(lengths, begins, roles)
+    return ends - firsts
 
 
 def _check_whole(name: str, value: object, least: int) -> None:
@@ -471,18 +413,13 @@ class RoundParts:
 
     Attributes:
         samples: (parts,) int64, the own sample of its home that each part is of; by home, then in home order.
-        begins: (parts,) int64, first item of each; see `Cuts`.
+        begins: (parts,) int64, first item of each; see `samples_of_parts`.
         pieces: (pieces, PIECE_WIDTH) int64, all pieces of the split samples: by batch, by sample, by position.
     """
 
     samples: Integers
     begins: Integers
     pieces: Integers
-
-    def cut(self, lengths: Lengths, roles: NDArray[np.int64]) -> tuple[Integers, NDArray[np.int64]]:
-        """(parts,) the sample of each part, numbered among those of all ranks; (parts, fields) what it has of them."""
-        of: Integers = np.cumsum(self.begins == 0) - 1
-        return of, part_lengths(lengths, Cuts(samples=of, begins=self.begins), roles)
 
 
 def arrivals(ranks: Integers) -> Integers:
@@ -495,22 +432,12 @@ def arrivals(ranks: Integers) -> Integers:
 
 
 def read_parts(
-    further: Integers, num_samples: int, steps: NDArray[np.int32] | None, num_batches: int
-) -> tuple[NDArray[np.int32] | None, tuple[Cuts | None, ...]]:
-    """What a rank's own samples are cut into."""
-    samples = np.concatenate([np.arange(num_samples), further[:, 0]])
-    begins = np.concatenate([np.zeros(num_samples, np.int64), further[:, 1]])
-    order = np.argsort(samples, kind="stable")
-    samples, begins = samples[order], begins[order]
-    if steps is None:
-        return None, (Cuts(samples=samples, begins=begins) if len(further) else None,)
-    cuts: list[Cuts | None] = []
-    for batch in range(num_batches):
-        own = steps == batch
-        _, numbers = np.unique(samples[own], return_inverse=True)
-        whole = numbers.size == 0 or int(numbers[-1]) + 1 == numbers.size
-        cuts.append(None if whole else Cuts(samples=numbers.astype(np.int64), begins=begins[own]))
-    return steps[begins == 0], tuple(cuts)
+    begins: Integers, steps: NDArray[np.int32] | None, num_batches: int
+) -> tuple[NDArray[np.int32] | None, tuple[Integers | None, ...]]:
+    """The batch of each of a rank's own samples, and per batch the first items of their parts; None: none is split."""
+    own = [begins] if steps is None else [begins[steps == batch] for batch in range(num_batches)]
+    of_samples = None if steps is None else steps[begins == 0]
+    return of_samples, tuple(each if each.any() else None for each in own)
 
 
 def read_splits(pieces: Integers, num_batches: int) -> tuple[tuple[SplitSample, ...], ...]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import numpy as np
 
 from evenkeel.partitioning.api import partition
 from evenkeel.partitioning.matching import EXACT
-from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.registry import BUILT_IN
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
-from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
+from evenkeel.partitioning.splits import SpanCosts, SplitOptions, table_of
 
 
 def warm_up() -> None:
@@ -26,17 +23,14 @@ def warm_up() -> None:
     many = np.arange(EXACT + 1)
     partition(many, many // 3, many.size, strategy="lpt", nodes=many // 2)
     partition([10] * 5 + [0] * 3, [0] * 4 + [1] * 4, 2, tolerance=0.0, move_price=0.0)  # one rank must take three tens
-    with suppress(PartitionError):  # which only trying all assignments tells
-        partition([1] * 5, [0, 0, 0, 1, 1], 2, memory=[6, 6, 6, 1, 1], memory_caps=[11, 9])
     samples = RoundSamples(
-        batch_sizes=np.full((2, 1), 2), costs=np.arange(4), lengths=np.ones((4, 1), np.int64),
+        batch_sizes=np.full((2, 1), 2), costs=np.arange(4), lengths=np.ones((4, 1), np.uint32),
         users=np.array([0, 1, 0, 1], np.uint32),
     )  # fmt: skip
-    plan_round(samples, RoundOptions())
+    slice_round(plan_round(samples, RoundOptions()), samples)
     spans = SpanCosts.of([900, 9, 9], per_position=1)
-    divisible = Divisible.with_spans(spans.take([0]), np.array([0]), np.zeros(1))
     samples = RoundSamples(
         batch_sizes=np.array([[2], [1]]), costs=spans.whole, lengths=spans.positions[:, None].astype(np.int64),
-        divisible=divisible.table, roles=np.ones(1, np.int64),
+        divisible=table_of(spans.take([0]), np.zeros(1, np.int64), np.zeros(1)), roles=np.ones(1, np.int64),
     )  # fmt: skip
     slice_round(plan_round(samples, RoundOptions(split=SplitOptions())), samples)

@@ -7,14 +7,15 @@ batch keeps its number of samples, and no batch's lower bound rises.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.problem import PartitionError
-from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples, partition_batches
+from evenkeel.partitioning.rounds import Batches, RoundOptions, RoundPlan, RoundSamples, partition_batches
 
 GIANT = 1.02  # lower bound over mean load above which a batch cannot be balanced by itself
 ENOUGH = 1e-3  # share of a batch's room below which it counts as full
@@ -29,10 +30,8 @@ TOLERANCE = 5e-3
 Floats = NDArray[np.float64]
 
 
-def gather_heavy(
-    samples: RoundSamples, options: RoundOptions, found: RoundPlan | PartitionError
-) -> RoundPlan | PartitionError:
-    """The refinement: a plan in which samples change their batch, if its steps take less time.
+def gather_heavy(samples: RoundSamples, options: RoundOptions, found: Batches) -> Batches:
+    """Batches between which samples are exchanged, if their steps take less time.
 
     Samples change their batch only where some batch has a lower bound above 1.02 times its mean load, and only when the
     sum over the batches of the largest load falls by that, and by more than the additional moves take.
@@ -50,20 +49,21 @@ def gather_heavy(
         if (steps == loaded).all():
             continue
         other = partition_batches(samples, options, steps, max(options.tolerance, TOLERANCE))
-        if isinstance(other, PartitionError):
-            continue
-        if isinstance(found, PartitionError) or _time(other, options) < _time(found, options):
+        if _time(other, options) < _time(found, options):
             found = other
         reachable = step_bounds(samples.costs, steps, count, speeds, equal=equal)[1].sum()
-        if sum(figures.max_load_after for figures in other.batches) <= MISSED * reachable:
+        if _time(other, replace(options, move_price=0.0)) <= MISSED * reachable:
             break
     return found
 
 
-def _time(plan: RoundPlan, options: RoundOptions) -> float:
-    """The time of the window's steps and of its moves, in units of cost; see `partition`."""
-    size, moved = (sum(getattr(one, name) for one in plan.batches) for name in ("size", "moved_size"))
-    steps, bounds = (sum(getattr(one, name) for one in plan.batches) for name in ("max_load_after", "lower_bound"))
+def _time(batches: Batches, options: RoundOptions) -> float:
+    """The time of the window's steps and of its moves, in units of cost; see `partition`. Infinite without a plan."""
+    plans = [plan.figures for plan in batches.plans if isinstance(plan, RoundPlan)]
+    if len(plans) < len(batches.plans):
+        return math.inf
+    size, moved = (sum(getattr(one, name) for one in plans) for name in ("size", "moved_size"))
+    steps, bounds = (sum(getattr(one, name) for one in plans) for name in ("max_load_after", "lower_bound"))
     return float(steps + options.move_price * (moved / size if size else 0.0) * bounds)
 
 

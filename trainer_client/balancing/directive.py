@@ -1,6 +1,6 @@
 """What the lead sends to each rank of a round: one NumPy header, then arrays; written and read here and nowhere else.
 
-    header | broadcast (pickled) | loads f8 | destinations i4 | batches i4 | cuts i8 | sources a batch i4
+    header | broadcast (pickled) | loads f8 | destinations i4 | batches i4 | begins of parts i8 | sources a batch i4
            | sources i4 | source counts i4 | source totals i8
 
 The broadcast is the same for all ranks; what follows is each one's own. Each part begins at a multiple of 8 bytes.
@@ -39,9 +39,7 @@ _HEADER = np.dtype(
         ("size", "<u4"),  # bytes in all
         ("broadcast", "<u4"),  # bytes
         ("num_parts", "<u4"),
-        ("num_cuts", "<u4"),
         ("num_sources", "<u4"),
-        ("reserved", "<u4"),
     ]
 )
 
@@ -122,11 +120,7 @@ def pack_directives(
         rows.add(slices.destinations, begins)
         rows.add(slices.steps if slices.steps is not None else np.zeros(0, "<i4"), begins)
         if plan.parts is not None:
-            further = plan.parts.begins > 0
-            cuts = np.stack([plan.parts.samples[further], plan.parts.begins[further]], axis=1)
-            cut_begins = np.concatenate([[0], np.cumsum(further)])[begins]
-            rows.header["num_cuts"] = np.diff(cut_begins)
-            rows.add(cuts, cut_begins)
+            rows.add(plan.parts.begins, begins)
         rows.add(np.diff(slices.source_begin).astype("<i4").reshape(broadcast.world_size, -1))
         for array in (slices.sources, slices.source_counts, slices.source_totals):
             rows.add(array, source_begins)
@@ -175,7 +169,7 @@ def read_directive(
 
     `samples` are those that it has contributed, `template` is an empty batch of the round before.
     """
-    _, num_broadcast, num_parts, num_cuts, num_sources, _ = row[: _HEADER.itemsize].view("<u4").tolist()
+    _, num_broadcast, num_parts, num_sources = row[: _HEADER.itemsize].view("<u4").tolist()
     at = _HEADER.itemsize
 
     def take(dtype: np.dtype[Any], *shape: int) -> NDArray[Any]:
@@ -192,7 +186,7 @@ def read_directive(
     if broadcast.planned:
         destinations = take(_I4, num_parts)
         steps = take(_I4, num_parts) if broadcast.rebatched else None
-        cuts = take(_I8, num_cuts, 2)
+        begins = take(_I8, num_parts if broadcast.pieces is not None else 0)
         ends = np.cumsum(take(_I4, count)).tolist()
         sources, counts = take(_I4, num_sources), take(_I4, num_sources)
         totals = take(_I8, num_sources, broadcast.num_fields)
@@ -205,7 +199,7 @@ def read_directive(
         )  # fmt: skip
         plan = RankPlan(steps=steps, slices=slices, figures=figures)
         if broadcast.pieces is not None:
-            steps, parts = read_parts(cuts, num_parts - num_cuts, steps, count)
+            steps, parts = read_parts(begins, steps, count)
             plan = replace(plan, steps=steps, cuts=parts, splits=read_splits(broadcast.pieces, count))
     else:
         if not len(samples) and template is not None:  # a rank whose data has ended has samples of no fields

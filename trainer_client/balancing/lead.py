@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.api import evenness
 from evenkeel.partitioning.refinements import plan_round, slice_round
-from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples, partition_batches
+from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Contributions, schema_number
 from trainer_client.balancing.decide import NAMES, Decision, Rules, decide, spread
@@ -253,9 +253,7 @@ class Planning(Stage):
 def _check_alone(samples: RoundSamples, options: RoundOptions) -> None:
     """One rank keeps its samples; an error where they exceed its memory cap."""
     if samples.memory is not None:  # which ranks send where there are caps
-        found = partition_batches(samples, replace(options, strategy="plain", stay=True))
-        if isinstance(found, PartitionError):
-            raise found
+        plan_round(samples, replace(options, strategy="plain", stay=True, split=None))
 
 
 def _figures(loads: NDArray[np.float64], samples: RoundSamples, options: RoundOptions) -> tuple[Figures, ...]:

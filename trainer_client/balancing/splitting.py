@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, SplitSample, check_table
+from evenkeel.partitioning.splits import MOST, SHARE, SpanCosts, SplitSample, check_table, table_of
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.roles import check_alike
 from trainer_client.balancing.costs.base import Cost
@@ -90,7 +90,7 @@ def divisible_samples(
 ) -> NDArray[np.float64] | None:
     """The heaviest samples of a batch, with what their positions cost; those alone are ever split.
 
-    (m, WIDTH) as `Divisible.table`, numbered in the batch; None where there are none. `memory` is what the caps count.
+    (m, WIDTH) of `table_of`, numbered in the batch; None where there are none. `memory` is what the caps count.
     """
     exceeds = np.zeros(len(costs), np.bool_) if memory is None else memory > largest_cap
     chosen = np.flatnonzero((costs >= max(SHARE * float(costs.sum()), np.finfo(np.float64).tiny)) | exceeds)
@@ -113,7 +113,7 @@ def divisible_samples(
         if (spans.num_cuts > 0).any():
             _warn("its spans are not those of its costs, or of the fields in BatchSpec.sequence")
         return None
-    table = Divisible.with_spans(spans.take(fits), chosen[fits], first_items[fits]).table
+    table = table_of(spans.take(fits), chosen[fits], first_items[fits])
     if problem := check_table(table, costs):
         _warn(f"spans{problem}")
         return None

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.problem import MAX_SUM, MAX_TOTAL, share_of_total
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
-from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions, check_table
+from evenkeel.partitioning.splits import SpanCosts, SplitOptions, check_table, table_of
 
 Rng = np.random.Generator
 STRATEGIES = ("minimal_move", "minimal_move", "karmarkar_karp", "lpt", "plain")
@@ -149,9 +149,9 @@ def draw_split(rng: Rng) -> tuple[SpanCosts, NDArray[np.int32], int, dict[str, A
             "memory_caps": mean * rng.uniform(0.5, 4, one_of(rng, (1,), (num_ranks,))) + np.ones(num_ranks),
         }
     which = np.flatnonzero(rng.random(n) < 0.8)
-    divisible = Divisible.with_spans(spans.take(which), which, spans.head[which])
-    assert check_table(divisible.table, spans.whole) == ""
+    divisible = table_of(spans.take(which), which, spans.head[which])
+    assert check_table(divisible, spans.whole) == ""
     scaled = one_of(rng, 10.0 ** rng.uniform(-20, 20, 3), float(spans.whole.mean()) * 10.0 ** rng.uniform(-5, 0, 3))
     prices = np.where(rng.random(3) < 0.5, 0.0, scaled).tolist()
     split = SplitOptions(above=one_of(rng, 0.0, 0.05, 1.0), within=prices[0], between=prices[1], fixed=prices[2])
-    return spans, homes, num_ranks, options | {"divisible": divisible.table, "split": split}
+    return spans, homes, num_ranks, options | {"divisible": divisible, "split": split}

@@ -40,15 +40,11 @@ def karmarkar_karp_sets(costs: Any, num_sets: int, *, equal: bool) -> list[int]:
     return sets
 
 
-def lpt_loads(costs: Sequence[int], num_ranks: int, most: Sequence[int], num_fuller: int = -1) -> list[int]:
+def lpt_loads(costs: Sequence[int], num_ranks: int, most: Sequence[int]) -> list[int]:
     """Loads after placing the longest first onto the least loaded rank with room."""
     loads, counts = [0] * num_ranks, [0] * num_ranks
     for cost in sorted(costs, reverse=True):
-        fuller = sum(counts[r] == most[r] for r in range(num_ranks))
-        rank = min(
-            (r for r in range(num_ranks) if counts[r] < most[r] and (fuller != num_fuller or counts[r] < most[r] - 1)),
-            key=lambda r: (loads[r], r),
-        )
+        rank = min((r for r in range(num_ranks) if counts[r] < most[r]), key=lambda r: (loads[r], r))
         loads[rank] += cost
         counts[rank] += 1
     return loads

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from evenkeel.partitioning import (
     ImpossiblePartitionError,
@@ -14,9 +12,7 @@ from evenkeel.partitioning import (
     PartitionNotFoundError,
     partition,
 )
-from evenkeel.partitioning.memory import least_overflow
 from evenkeel.partitioning.problem import MAX_RANKS
-from tests.evenkeel.partitioning.reference import assignments
 
 
 @pytest.mark.parametrize(
@@ -85,20 +81,6 @@ def test_the_lightest_are_taken_for_ranks_with_too_few_and_nothing_else_moves() 
     capped = {"memory": [4.0] * 3, "memory_caps": [12.0, 4.0, 1.0]}  # which come first
     found = partition(np.ones(3), [0] * 3, 3, counts="free", min_samples=1, **capped)
     assert np.bincount(found.destinations, minlength=3).tolist() == [2, 1, 0]
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 3), st.integers(0, 12))
-def test_least_overflow_matches_brute_force(memory: list[int], num_ranks: int, cap: int) -> None:
-    values, none = np.sort(np.array(memory))[::-1].copy(), np.zeros(num_ranks, np.int64)
-    ranks = np.full(values.size, -1, np.int32)
-    least, proven = least_overflow(values, none + cap, none, none + values.size, 10**6, 2**60, ranks)
-
-    def overflow(choice: Any) -> int:
-        return int(np.maximum(np.bincount(choice, values, num_ranks) - cap, 0).sum())
-
-    assert proven
-    assert least == overflow(ranks) == min(map(overflow, assignments([0] * values.size, num_ranks, "free")))
 
 
 def test_memory_caps_hold_to_the_last_unit() -> None:

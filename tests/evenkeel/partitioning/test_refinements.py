@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches
-from evenkeel.partitioning.split_search import split_batch
-from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
+from evenkeel.partitioning.split_search import split_heavy
+from evenkeel.partitioning.splits import SpanCosts, SplitOptions, table_of
 from tests.evenkeel.partitioning.instances import round_of
 from tests.evenkeel.partitioning.reference import Traffic, rows_of
 
@@ -77,10 +77,11 @@ def planned(
 ) -> tuple[RoundPlan | PartitionError, RoundPlan | None]:
     """The best assignment of whole samples, and what is made of it."""
     may = np.arange(len(spans)) if which is None else np.array(which, np.int64)
-    table = Divisible.with_spans(spans.take(may), may, np.zeros(may.size)).table
+    table = table_of(spans.take(may), may, np.zeros(may.size))
     samples, how = round_of(spans.whole, homes, num_ranks, divisible=table, split=split, **options)
-    found = partition_batches(samples, how)
-    return found, split_batch(samples, how, found)
+    (found,) = partition_batches(samples, how).plans
+    plan = split_heavy(samples, how, found)
+    return found, plan if isinstance(plan, RoundPlan) and plan is not found else None
 
 
 def exhaustive(spans: SpanCosts, num_ranks: int, nodes: NDArray[np.int64], within: float, between: float) -> float:

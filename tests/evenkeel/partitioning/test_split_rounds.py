@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import RankPlan, RoundOptions, RoundPlan
-from evenkeel.partitioning.splits import Cuts, SplitOptions, part_ranges, read_parts, read_splits
+from evenkeel.partitioning.splits import SplitOptions, part_ranges, read_parts, read_splits, samples_of_parts
 from tests.evenkeel.protocol.rounds import GRANULE, HEAD, ROLES, Round, make_round, rounds, split_samples
 
 
@@ -31,8 +31,7 @@ def owns(done: Round, plan: RoundPlan) -> list[RankPlan]:
         steps, count = None if slices.steps is None else slices.steps[own], len(plan.batches)
         one = RankPlan(steps=steps, slices=slices.batches_of(rank), cuts=(None,) * count, splits=((),) * count)
         if plan.parts is not None:
-            further = np.stack([plan.parts.samples[own], plan.parts.begins[own]], axis=1)[plan.parts.begins[own] > 0]
-            steps, cuts = read_parts(further, own.stop - own.start - len(further), steps, count)
+            steps, cuts = read_parts(plan.parts.begins[own], steps, count)
             one = replace(one, steps=steps, cuts=cuts, splits=read_splits(plan.parts.pieces, count))
         found.append(one)
     return found
@@ -51,12 +50,12 @@ def carried_out(done: Round, plans: list[RankPlan], batch: int) -> list[list[Par
         trained = np.arange(len(lengths)) if plan.steps is None else np.flatnonzero(plan.steps == batch)
         cuts = plan.cuts_in(batch)
         if cuts is None:
-            cuts = Cuts(samples=np.arange(trained.size), begins=np.zeros(trained.size, np.int64))
-        assert cuts.num_samples == trained.size == plan.own_in(batch)
+            cuts = np.zeros(trained.size, np.int64)
+        assert np.count_nonzero(cuts == 0) == trained.size == plan.own_in(batch)
         begins, ends = part_ranges(lengths[trained], cuts, ROLES)
         sent = ends - begins
         for part, target in enumerate(plan.slices[batch].destinations.tolist()):
-            sample = int(trained[cuts.samples[part]])
+            sample = int(trained[samples_of_parts(cuts)[part]])
             arrived[target].append((rank, sample, int(begins[part, 0]), int(ends[part, 0])))
             totals[rank, target] += sent[part]
     for rank, plan in enumerate(plans):

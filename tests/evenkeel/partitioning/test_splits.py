@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.partitioning.splits import ALL, FIRST, LAST, Cuts, SpanCosts, SplitOptions, part_lengths, part_ranges
+from evenkeel.partitioning.splits import ALL, FIRST, LAST, SpanCosts, SplitOptions, part_lengths, part_ranges
 
 
 @st.composite
@@ -61,14 +61,6 @@ def test_cuts_are_items_apart_and_keep_the_tail(sample: SpanCosts) -> None:
     assert first + step * count > last
 
 
-def cuts_of(items: list[list[int]]) -> Cuts:
-    """Cuts of samples of which each is told by the first items of its parts."""
-    return Cuts(
-        samples=np.repeat(np.arange(len(items)), [len(one) for one in items]),
-        begins=np.array([begin for one in items for begin in one], np.int64),
-    )
-
-
 @st.composite
 def parted(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """Lengths, the parts' first items, and the fields' roles."""
@@ -82,7 +74,8 @@ def parted(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[int]
 def test_parts_have_each_value_where_its_item_is(case: tuple[list[list[int]], list[list[int]], list[int]]) -> None:
     lengths, items, roles = case
     table = np.array(lengths, np.uint32).reshape(-1, len(roles))
-    begins, ends = part_ranges(table, cuts_of(items), np.array(roles))
+    cuts = np.array([begin for one in items for begin in one], np.int64)
+    begins, ends = part_ranges(table, cuts, np.array(roles))
     part = 0
     for sample, firsts in enumerate(items):
         for number, first in enumerate(firsts):
@@ -98,7 +91,7 @@ def test_parts_have_each_value_where_its_item_is(case: tuple[list[list[int]], li
                 assert list(range(begins[part, field], ends[part, field])) == expected
             part += 1
     assert part == len(begins)
-    np.testing.assert_array_equal(part_lengths(table, cuts_of(items), np.array(roles)), ends - begins)
+    np.testing.assert_array_equal(part_lengths(table, cuts, np.array(roles)), ends - begins)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.delays import Cause, Delay
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.speeds import Straggler
-from evenkeel.partitioning.splits import ALL, FIRST, LAST, Divisible, SpanCosts, SplitOptions, check_table
+from evenkeel.partitioning.splits import ALL, FIRST, LAST, SpanCosts, SplitOptions, check_table, table_of
 from evenkeel.protocol.plan_round import RoundNames, RunFacts, write_request
 
 ROLES = np.array([1, 2, LAST, FIRST, ALL])
@@ -58,13 +58,13 @@ def split_samples(items: NDArray[np.int64], batch_sizes: NDArray[np.int64], rng:
     """Samples of so many items, of which the long ones may be split."""
     spans = SpanCosts.of(HEAD + GRANULE * items, context=HEAD, per_position=20, per_pair=1, granule=GRANULE)
     heavy = np.flatnonzero(items > 60)
-    divisible = Divisible.with_spans(spans.take(heavy), heavy, np.full(heavy.size, float(HEAD)))
-    assert check_table(divisible.table, spans.whole) == ""
+    divisible = table_of(spans.take(heavy), heavy, np.full(heavy.size, float(HEAD)))
+    assert check_table(divisible, spans.whole) == ""
     return RoundSamples(
         batch_sizes=batch_sizes,
         costs=spans.whole,
         lengths=np.column_stack([items, 2 * items, rng.integers(0, 5, (items.size, 3))]).astype(np.uint32),
-        divisible=divisible.table,
+        divisible=divisible,
         roles=ROLES,
     )
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import ZERO
-from evenkeel.partitioning.splits import ALL, Cuts, part_lengths
+from evenkeel.partitioning.splits import ALL, part_lengths, samples_of_parts
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.kinds import Leaf
 from trainer_client.balancing.redistribution.copies import (
@@ -54,8 +54,8 @@ def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> F
     return batches[0].rebuild(gather(structure.leaves, sources, lengths.sum(axis=0)), lengths)
 
 
-def cut(flat: FlatBatch, cuts: Cuts) -> FlatBatch:
-    """The batch with parts in place of samples, in the order of `cuts`.
+def cut(flat: FlatBatch, begins: Ints) -> FlatBatch:
+    """The batch with parts in place of samples, by the first item of each; see `samples_of_parts`.
 
     A part has a span of the sequence; other jagged fields go with the parts that are declared, fields with as many rows
     for each sample with all. Parts of a sample follow each other, so what goes with one part each, or is cut, stays
@@ -63,9 +63,10 @@ def cut(flat: FlatBatch, cuts: Cuts) -> FlatBatch:
     """
     leaves, roles = flat.structure.leaves, flat.roles
     assert roles is not None, "no sequence is declared"
-    assert (roles > 0).any() or len(cuts) == flat.num_samples, "no field of the sequence is there"
-    assert cuts.num_samples == flat.num_samples, "cuts of another batch"
-    lengths = part_lengths(flat.lengths, cuts, roles)
+    assert (roles > 0).any() or len(begins) == flat.num_samples, "no field of the sequence is there"
+    of = samples_of_parts(begins)
+    assert np.count_nonzero(begins == 0) == flat.num_samples, "parts of another batch"
+    lengths = part_lengths(flat.lengths, begins, roles)
     totals = lengths.sum(axis=0)
     counts = flat.structure.counts
     goes_with_all = roles == ALL
@@ -76,8 +77,8 @@ def cut(flat: FlatBatch, cuts: Cuts) -> FlatBatch:
     tensors = list(flat.tensors)
     for device in {tensor.device for tensor in tensors}:
         for wanted, samples, rows in (
-            (dense, cuts.samples, flat.lengths),
-            (jagged, np.append(cuts.samples, flat.num_samples), table),
+            (dense, of, flat.lengths),
+            (jagged, np.append(of, flat.num_samples), table),
         ):
             here = [index for index in wanted if tensors[index].device == device]
             sources = [tensors[index].resolve_conj().resolve_neg().contiguous() for index in here]

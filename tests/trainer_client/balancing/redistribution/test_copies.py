@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenkeel.partitioning.slices import Slice
-from evenkeel.partitioning.splits import ALL, FIRST, LAST, Cuts, part_ranges
+from evenkeel.partitioning.splits import ALL, FIRST, LAST, part_ranges, samples_of_parts
 from tests.trainer_client.nests import Shape, as_bytes, make, nests, parts, spec_of
 from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, MaxLength, Padded, flatten
 from trainer_client.balancing.redistribution import cut, gathering, pick
@@ -98,14 +99,13 @@ def test_more_values_than_pieces_can_count_are_refused() -> None:
         describe_samples([Samples((), table, table.sum(0), NOWHERE[0])], FOUR_BYTES, NOWHERE, NOWHERE[0], WHOLE)
 
 
-def random_cuts(rng: np.random.Generator, samples: int) -> Cuts:
+def random_cuts(rng: np.random.Generator, samples: int) -> NDArray[np.int64]:
     """Each sample in 1 to 4 parts, which may be empty where it is short."""
-    owners, begins = [], []
-    for sample in range(samples):
+    begins = []
+    for _ in range(samples):
         more = int(rng.integers(0, 4)) if rng.random() < 0.5 else 0
-        owners += [sample] * (1 + more)
-        begins += [0, *np.sort(rng.integers(0, 12, more)).tolist()]
-    return Cuts(samples=np.array(owners, np.int64), begins=np.array(begins, np.int64))
+        begins += [0, *np.sort(rng.integers(1, 12, more)).tolist()]
+    return np.array(begins, np.int64)
 
 
 def rows_of(flat: FlatBatch, leaf: int) -> list[list[torch.Tensor]]:
@@ -151,7 +151,7 @@ def test_each_part_has_its_span_and_what_goes_with_it(samples: int, seed: int) -
             continue
         for place, (wanted, own) in enumerate(zip(rows_of(flat, index), rows_of(found, index), strict=True)):
             assert len(own) == len(cuts)
-            for part, sample in enumerate(cuts.samples.tolist()):
+            for part, sample in enumerate(samples_of_parts(cuts).tolist()):
                 rows = wanted[sample]
                 if not leaf.rows:
                     column = leaf.columns[place]
@@ -189,7 +189,7 @@ SPEC = BatchSpec(
     sequence={"history.items": 1, "history.codes": 2},
     parts={"user.clicks": "all", "user.tags": "first"},
 )
-CUTS = Cuts(samples=np.array([0, 1, 1, 1]), begins=np.array([0, 0, 1, 3]))
+CUTS = np.array([0, 0, 1, 3])
 
 
 def test_what_a_user_gets() -> None:
@@ -267,5 +267,4 @@ def test_only_what_is_copied_counts_towards_the_most(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gathering, "MAX_UNITS", 100)
     spec = BatchSpec(rows_per_sample={"items": "n"}, sequence={"items"})
     flat = flatten({"n": torch.tensor([90]), "items": torch.zeros(90), "label": torch.ones(1)}, spec)
-    parts = Cuts(samples=np.zeros(4, np.int64), begins=np.array([0, 30, 60, 80]))
-    assert cut(flat, parts).lengths.ravel().tolist() == [30, 30, 20, 10]
+    assert cut(flat, np.array([0, 30, 60, 80])).lengths.ravel().tolist() == [30, 30, 20, 10]
