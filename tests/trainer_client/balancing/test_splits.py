@@ -91,46 +91,44 @@ def run(*jobs: Splits) -> list[list[list[dict[str, Any]]]]:
 
 
 def check(job: Splits, results: list[list[dict[str, Any]]]) -> None:
-    """Checks that every value arrived once, and that pieces are where they say."""
+    """Checks that every sample arrived once, whole or in pieces one behind the other, which are where they say."""
     assert {len(records) for records in results} == {job.steps}
-    window = job.options.window
-    for first in range(0, job.steps, window):
-        steps = range(first, min(first + window, job.steps))
+    for first in range(0, job.steps, job.options.window):
+        steps = range(first, min(first + job.options.window, job.steps))
         loaded = [job.batch(rank, step) for step in steps for rank in range(job.ranks)]
-        items = sorted(torch.cat([batch["items"] for batch in loaded]).tolist())
-        tags = sorted(torch.cat([batch["tags"] for batch in loaded]).tolist())
-        found = [record for step in steps for record in (result[step] for result in results)]
-        assert sorted(item for record in found for row in record["rows"] for item in row) == items
-        assert sorted(tag for record in found for tag in record["tags"]) == tags
-    everything = [job.batch(rank, step) for step in range(job.steps) for rank in range(job.ranks)]
-    lengths = {
-        sample: count
-        for batch in everything
-        for sample, count in zip(batch["id"].tolist(), batch["count"].tolist(), strict=True)
+        counts = torch.cat([batch["count"] for batch in loaded]).tolist()
+        ids = torch.cat([batch["id"] for batch in loaded]).tolist()
+        found = []
+        for records in ([result[step] for result in results] for step in steps):
+            found += check_step(job, records)
+        whole = [(one, [1000 * one + at for at in range(count)]) for one, count in zip(ids, counts, strict=True)]
+        assert sorted(found) == sorted(whole)
+        tags = sorted(tag for step in steps for result in results for tag in result[step]["tags"])
+        assert tags == sorted(torch.cat([batch["tags"] for batch in loaded]).tolist())
+
+
+def check_step(job: Splits, records: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
+    """Samples of a step of all ranks, and their items; checks what each says of splits."""
+    splits = records[0]["splits"]
+    assert all(record["splits"] == splits for record in records)
+    assert {record["split"] for record in records} == {len(splits)}
+    assert {record["pieces"] for record in records} == {sum(len(sample.pieces) for sample in splits)}
+    assert sum(record["own"] for record in records) == records[0]["samples"] + records[0]["pieces"] - len(splits)
+    left = {
+        (rank, place): (one, row)
+        for rank, record in enumerate(records)
+        for place, (one, row) in enumerate(zip(record["ids"], record["rows"], strict=True))
     }
-    for step in range(job.steps):
-        records = [result[step] for result in results]
-        splits = records[0]["splits"]
-        assert all(record["splits"] == splits for record in records)
-        assert {record["split"] for record in records} == {len(splits)}
-        assert {record["pieces"] for record in records} == {sum(len(sample.pieces) for sample in splits)}
-        in_pieces = {(piece.rank, piece.sequence) for sample in splits for piece in sample.pieces}
-        for sample in splits:
-            rows = [records[piece.rank]["rows"][piece.sequence] for piece in sample.pieces]
-            ids = {records[piece.rank]["ids"][piece.sequence] for piece in sample.pieces}
-            assert len(ids) == 1
-            (sample_id,) = ids
-            whole = [item for row in rows for item in row]
-            assert whole == list(range(1000 * sample_id, 1000 * sample_id + lengths[sample_id]))
-            for number, (piece, row) in enumerate(zip(sample.pieces, rows, strict=True)):
-                context = 0 if job.tokens or number else 2
-                candidates = 0 if job.tokens or number + 1 < len(rows) else 3
-                assert len(piece) == context + 2 * len(row) + candidates
-        for rank, record in enumerate(records):
-            for place, row in enumerate(record["rows"]):
-                if (rank, place) not in in_pieces and len(row) > 1:
-                    assert row == list(range(row[0], row[0] + len(row)))
-        assert sum(record["own"] for record in records) == records[0]["samples"] + records[0]["pieces"] - len(splits)
+    found = []
+    for sample in splits:
+        ids, rows = zip(*(left.pop((piece.rank, piece.sequence)) for piece in sample.pieces), strict=True)
+        assert len(set(ids)) == 1
+        found.append((ids[0], [item for row in rows for item in row]))
+        for number, (piece, row) in enumerate(zip(sample.pieces, rows, strict=True)):
+            context = 0 if job.tokens or number else 2
+            candidates = 0 if job.tokens or number + 1 < len(rows) else 3
+            assert len(piece) == context + 2 * len(row) + candidates
+    return [*found, *left.values()]
 
 
 def test_the_service_and_the_ranks_alone_split_samples(balancer: ServiceProcess) -> None:
