@@ -21,7 +21,7 @@ from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.pipelines import BalancedBatch, PipelineSteps
 from trainer_client.balancing.sampling import GlobalBatchSampler
 
-SAMPLES, STEPS = 20, 5
+SAMPLES, STEPS, SIZE = 18, 5, 4  # the last global batch is smaller, and so its loss scale larger
 HELD = {
     "TrainPipelinePT2": 0,
     "TrainPipelineBase": 1,
@@ -46,12 +46,12 @@ class Model(nn.Module):
         self.dense = nn.Linear(1, 1)
 
     def forward(self, balanced: Any) -> Any:
-        return self.dense(balanced.batch.float()[:, None]).sum(), balanced.batch
+        return self.dense(balanced.batch.float()[:, None]).sum(), balanced
 
 
 def make_loader(device: torch.device, balancer: Balancer) -> BalancedLoader[torch.Tensor]:
     """Five global batches."""
-    data = DataLoader(range(SAMPLES), batch_sampler=GlobalBatchSampler(SAMPLES, global_batch_size=4, seed=3))  # type: ignore[arg-type]
+    data = DataLoader(range(SAMPLES), batch_sampler=GlobalBatchSampler(SAMPLES, global_batch_size=SIZE, seed=3))  # type: ignore[arg-type]
     return BalancedLoader(data, balancer, cost=lambda batch: torch.ones(len(batch)), device=device)
 
 
@@ -66,8 +66,8 @@ def _staged(device: torch.device) -> Any:
     return train_pipelines.StagedTrainPipeline(stages)
 
 
-def _ids(output: Any) -> list[int]:
-    ids: list[int] = (output.batch if isinstance(output, BalancedBatch) else output).tolist()
+def _ids(output: BalancedBatch[torch.Tensor]) -> list[int]:
+    ids: list[int] = output.batch.tolist()
     return ids
 
 
@@ -91,6 +91,8 @@ def check(name: str, held: int, device: torch.device, balancer: Balancer) -> Non
     whole, states = [], []
     for number, output in enumerate(steps, 1):
         assert steps.ahead() == min(held, STEPS - number), (name, number, steps.ahead())
+        samples = min(SIZE, SAMPLES - SIZE * (number - 1))
+        assert output.loss_scale == dist.get_world_size() / samples, (name, number, output.loss_scale)
         whole.append(_ids(output))
         states.append(loader.state_dict(ahead=steps.ahead()))
     assert len(whole) == STEPS, (name, whole)
