@@ -11,11 +11,9 @@ from typing import Any
 SECONDS = 60.0  # a starved machine is no failure
 
 
-def get(
-    url: str, token: str | None = None, *, data: bytes | None = None, context: ssl.SSLContext | None = None
-) -> tuple[int, Any]:
+def get(url: str, token: str | None = None, *, context: ssl.SSLContext | None = None) -> tuple[int, Any]:
     """Status, and what the body says: an object, or a text where it is no JSON; no proxy is asked."""
-    request = urllib.request.Request(url, data, {"Authorization": f"Bearer {token}"} if token else {})
+    request = urllib.request.Request(url, None, {"Authorization": f"Bearer {token}"} if token else {})
     handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)]
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=SECONDS) as response:

@@ -24,9 +24,9 @@ from tests.waiting import until
 pytestmark = pytest.mark.timeout(400)
 
 
-def ask(port: int, ca: Path, token: str | None) -> int:
+def ask(port: int, ca: Path, token: str | None, path: str = "/v1/hardware-profiles") -> int:
     context = ssl.create_default_context(cafile=str(ca))
-    return get(f"https://localhost:{port}/v1/hardware-profiles", token, context=context)[0]
+    return get(f"https://localhost:{port}{path}", token, context=context)[0]
 
 
 def test_tls_tokens_and_renewal(tmp_path: Path) -> None:
@@ -41,6 +41,8 @@ def test_tls_tokens_and_renewal(tmp_path: Path) -> None:
     ) as planner:  # fmt: skip
         port = planner.port
         assert [ask(port, old_ca, token) for token in (TOKENS["planner"], None, TOKENS["late"])] == [200, 401, 401]
+        without = {path: ask(port, old_ca, None, path) for path in ("/healthz", "//healthz", "/healthz/../v1/plans")}
+        assert without == {"/healthz": 200, "//healthz": 401, "/healthz/../v1/plans": 401}
         with socket.create_connection(("127.0.0.1", port), timeout=30) as plain:  # no TLS, no answer
             plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             with contextlib.suppress(OSError):

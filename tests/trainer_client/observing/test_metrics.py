@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.ranks import run_ranks
+from tests.asking import get
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
 from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.observing.metrics import RankExporter
@@ -22,8 +22,7 @@ STEPS = (6, 5)
 
 
 def scrape(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        text = response.read().decode()
+    text = get(f"http://127.0.0.1:{port}/metrics")[1]
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
