@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1789, 2000),
     "trainer_client": (21188, 15000),
     "trainer_client/balancing": (10948, 8000),
-    "tests": (25227, 20000),
+    "tests": (25204, 20000),
     "benchmarks": (8155, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
