@@ -1,10 +1,8 @@
 """Every placement of one table: its layouts, modes and ratios with their bytes and seconds.
 
-Times are those of a step, on the slowest rank.
-
-A step gathers the unique rows of its batch from where they are, and in training writes them back with their optimizer
-state; rows that miss a cache cross the link in both directions. The fixed cost of a module (launches, index,
-synchronisation) is paid once for all tables in it and is not in these figures.
+Times are those of a step on the slowest rank. It gathers the unique rows of its batch from where they are, and in
+training writes them back with their optimizer state; rows that miss a cache cross the link in both directions. The
+fixed cost of a module (launches, index, synchronisation) is paid once for all tables in it and is not in these figures.
 
 Keys go to the ranks that hold their rows, output rows come back to the ranks of the samples, and in training gradients
 go the same way as keys. What is counted is the traffic of a rank that holds a shard: of all ranks it has the most.
@@ -88,7 +86,7 @@ class RankLoad:
         self.fetched = different_share(table.access, table.rows, keys.lookups, under_way)
 
     def but(self, **changes: object) -> RankLoad:
-        """The same with some attributes changed, and no other for that."""
+        """A copy with some attributes changed; what follows from them stays as it is."""
         other = copy(self)
         for name, value in changes.items():
             setattr(other, name, value)
