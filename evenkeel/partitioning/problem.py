@@ -443,8 +443,9 @@ def make_problem(
         floor, fewest, most = 0, np.zeros(num_ranks, np.int64), np.full(num_ranks, n, np.int64)
     else:
         fewest = most = np.full(num_ranks, floor, np.int64)
-        if remainder:  # the fullest homes get one more than the others
-            most[np.argsort(-home_counts, kind="stable")[:remainder]] += 1
+        if remainder:  # the fastest ranks get one more than the others, or the fullest homes where these are even
+            speed = all_speeds * (np.ptp(home_counts) > 1)
+            most[np.lexsort((-home_counts, -speed))[:remainder]] += 1
     order = ascending_order(units) if compiled else np.argsort(units, kind="stable").astype(np.int32)
     bound = variant(bound_on_largest, compiled)(units, order, all_speeds, floor)
     limits = variant(limits_at, compiled)(units, all_speeds, bound, tolerance)

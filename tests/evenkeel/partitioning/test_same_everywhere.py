@@ -20,11 +20,11 @@ from tests.evenkeel.partitioning.instances import Rng, one_of, round_of
 
 KNOWN = {
     "heavy": "542670ce4c5e 49208b4eedcc 1a61ca405af6",
-    "karmarkar_karp": "af71997a53a0 8ffa9d480e26 1255997a4523",
-    "lpt": "b654a8125a8e bff4f7ba2c35 44dc98ac0d79",
-    "minimal_move": "e606dbeb2b66 6c4631a2ee1c 60eb064306bd",
-    "plain": "5a2fb574dfee f80b983ff9d5 337fe6733b20",
-    "splits": "fe3436a85c3f 0f57bb4eb60e e3ea64a49ba1",
+    "karmarkar_karp": "e7ea4ca741e6 6871a23830f5 56636221f549",
+    "lpt": "9acd5fc1d24a 55e708ff7cf4 5d2c335eaf60",
+    "minimal_move": "e4f47410d397 948b6407f5b6 0a328276ff38",
+    "plain": "6e7a9c6a9d63 4a58f4cb94a8 8343db0d7e3f",
+    "splits": "ad4fd2f7b7fb 3a7ffc84d7ed 453162a34cfb",
 }
 BLOCKS = (range(20), range(20, 40), range(40, 480))  # the last one is for kernels, of which some search long
 
