@@ -1,4 +1,4 @@
-"""What is read of a batch: costs, the values that tensors begin with, and items of samples that may be split."""
+"""What is read of a batch: costs, and items of samples that may be split."""
 
 from __future__ import annotations
 
