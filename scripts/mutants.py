@@ -63,7 +63,11 @@ PAIRS = [
 ]  # fmt: skip
 # calls that tell something, make a buffer that may as well be larger, or matter where a machine loses its power
 UNSEEN = ("logger", "log.", "cast", "TypeVar", "np.empty", "os.fsync")
-SEARCHED = {"effort", "patience"}  # arguments that say how long a search goes on: as well a little longer
+FREE = {
+    "effort",
+    "patience",
+    "copy",
+}  # arguments that say how long a search goes on, or spare a copy: as well otherwise
 ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 SWAPPED: dict[Any, Any] = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
@@ -98,8 +102,12 @@ def _without_behaviour(node: Any) -> list[Any]:
     told = isinstance(node, ast.Call) and ast.unparse(node.func).startswith(UNSEEN)
     if told or isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
         return [node]
-    if isinstance(node, ast.keyword) and node.arg in SEARCHED:
+    if isinstance(node, ast.keyword) and node.arg in FREE:
         return [node.value]
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return [node]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".reshape"):
+        return [one for one in node.args if ast.unparse(one) == "-1"]  # any number below 0 is what is left
     parts = [getattr(node, name, None) for name in ("annotation", "returns")]
     return [*filter(None, parts), *getattr(node, "decorator_list", [])]
 

@@ -23,6 +23,7 @@ from trainer_client.balancing.contribution import Contribution, Contributions, E
 from trainer_client.balancing.decide import Decision, Rules, decide
 from trainer_client.balancing.directive import Broadcast, Directive, pack_directives, read_directive
 from trainer_client.balancing.report import Mode, Reason
+from trainer_client.balancing.resume import Resumed
 
 NUMBERS = st.integers(0, 2**40)
 
@@ -189,6 +190,7 @@ def test_a_directive_without_a_plan_leaves_every_sample_at_home() -> None:
         read = read_directive(row, number=0, rank=1, samples=Contribution().samples)
         assert isinstance(read, Directive)
         assert read.ended
+        assert read.splits(0) == ()
         assert (read.decision, str(read.decision.error)) == (decision, str(decision.error))
 
 
@@ -274,6 +276,10 @@ def naming_users(count: int = 1) -> Contribution:
     return one(count=count, samples=replace(samples, users=np.zeros(count, np.uint32)))
 
 
+def going_on(*lines: str, problem: str = "") -> Contribution:
+    return one(extras=Extras(resumed=Resumed(lines=lines, problem=problem)))
+
+
 LINES = {1: ("id: int64",), 2: ("id: int32",)}
 OTHER_FIELDS = flatten({"x": torch.zeros(1)}).empty()
 COPIED = [one(copy=1)] * 2
@@ -282,6 +288,10 @@ ERRORS: list[tuple[list[list[Contribution]], str]] = [
     ([[one()], [one(schema=3, extras=Extras(template=OTHER_FIELDS))]], "rank 0 has id: int64; rank 1 has no id"),
     ([[sharing(7, ("t", "1"))], [sharing(0)], [sharing(8, ("t", "2"))]], "'t' is 1 on rank 0, 2 on rank 2"),
     ([[sharing(7, ("t", "1"))], [sharing(8)]], "'t' is 1 on rank 0, None on rank 1"),
+    ([[sharing(7, ("s", "0"), ("t", "1"))], [sharing(8, ("s", "0"), ("t", "2"))]], "'t' is 1 on rank 0, 2 on rank 1"),
+    ([[going_on("epoch 1")], [going_on("epoch 2")]], "rank 0: epoch 1; rank 1: epoch 2"),
+    ([[going_on("epoch 1")], [one()]], "rank 1: no state was loaded"),
+    ([[one()], [going_on(problem="it is too old")]], "rank 1 cannot go on with the loader 'train': it is too old"),
     ([[sharing(7)], [sharing(8, ("t", "2"))]], "shared values differ between ranks; give loaders"),
     ([[one()], [naming_users(0)], [naming_users()]], "users is given on rank 2 and not on rank 0"),
     ([COPIED, [one(copy=1), one(State.NOTHING, copy=1)]], "rank 3 has another batch where rank 2 has none"),
