@@ -99,7 +99,8 @@ def _is_fraction(node: ast.AST) -> bool:
 
 def _without_behaviour(node: Any) -> list[Any]:
     """Parts that change nothing, what is told, or how long is searched: annotations, decorators, messages, efforts."""
-    told = isinstance(node, ast.Call) and ast.unparse(node.func).startswith(UNSEEN)
+    call = node.value if isinstance(node, ast.Expr) else node
+    told = isinstance(call, ast.Call) and ast.unparse(call.func).startswith(UNSEEN)
     if told or isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
         return [node]
     if isinstance(node, ast.keyword) and node.arg in FREE:

@@ -38,11 +38,6 @@ def kernel(function: F) -> F:
     return _compiled(function, counts=True)
 
 
-def variant(function: F, compiled: bool) -> F:
-    """A kernel, or what it was made of, which NumPy runs nearly as quickly where it has no loops."""
-    return function if compiled else cast(F, getattr(function, "py_func", function))
-
-
 def step(function: F) -> F:
     """As `kernel`, for what other kernels call often and what allocates nothing: references are not counted.
 

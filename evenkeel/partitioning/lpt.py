@@ -9,8 +9,6 @@ from evenkeel.partitioning.local_search import Groups, everyone, pop, push, sink
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import Arrays, Integers, Problem, Ranks
 
-SKEW = 1.5  # a home whose load is this many times its limit sheds samples in bulk before single ones are looked at
-
 
 @kernel
 def place_longest_first(arrays: Arrays, items: Ranks, item_begin: Integers, groups: Groups, placed: Ranks) -> None:
@@ -108,27 +106,3 @@ def spill(order: Ranks, keep: Integers, destinations: Ranks) -> None:
             seen[rank] += 1
             if seen[rank] * surplus // counts[rank] > before:
                 destinations[i] = -1
-
-
-def kept_at_home(problem: Problem) -> Integers:
-    """How many of its own samples each rank may keep at the start.
-
-    Counts may force some to leave; with free counts, gross overload does.
-    """
-    arrays, counts = problem.arrays, problem.home_counts
-    if not problem.free:
-        return arrays.most
-    keep = counts.copy()
-    over = problem.home_loads > SKEW * arrays.limits
-    keep[over] = (counts[over] * (arrays.limits[over] / problem.home_loads[over])).astype(np.int64)
-    return keep
-
-
-def at_home(problem: Problem) -> Ranks:
-    """The homes, after whatever had to leave went where the load is least."""
-    destinations = problem.arrays.homes.copy()
-    keep = kept_at_home(problem)
-    if bool((problem.home_counts > keep).any()):
-        spill(problem.order, keep, destinations)
-        place(problem, destinations)
-    return destinations

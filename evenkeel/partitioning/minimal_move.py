@@ -12,7 +12,7 @@ import numpy as np
 
 from evenkeel.partitioning.karmarkar_karp import differenced, evened
 from evenkeel.partitioning.local_search import ACROSS, PATIENCE, Groups, exchange_from, give_light_company
-from evenkeel.partitioning.lpt import at_home, kept_at_home, longest_first, place, spill
+from evenkeel.partitioning.lpt import longest_first, place, spill
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import (
     Integers,
@@ -27,6 +27,7 @@ from evenkeel.partitioning.problem import (
 
 HEAVY = 1 / 8  # of what a rank gets: with samples as heavy, what can be had is looked at before anything is tried
 FAR_OFF = 2e-3  # of the bound, above the limits, where a longer search pays
+SKEW = 1.5  # a home whose load is this many times its limit sheds samples in bulk before single ones are looked at
 
 
 def _share(problem: Problem, destinations: Ranks) -> float:
@@ -164,3 +165,27 @@ def _balance_nodes(problem: Problem) -> tuple[Ranks, float]:
         if overload <= 0:
             return other, overload
     return best, least
+
+
+def kept_at_home(problem: Problem) -> Integers:
+    """How many of its own samples each rank may keep at the start.
+
+    Counts may force some to leave; with free counts, gross overload does.
+    """
+    arrays, counts = problem.arrays, problem.home_counts
+    if not problem.free:
+        return arrays.most
+    keep = counts.copy()
+    over = problem.home_loads > SKEW * arrays.limits
+    keep[over] = (counts[over] * (arrays.limits[over] / problem.home_loads[over])).astype(np.int64)
+    return keep
+
+
+def at_home(problem: Problem) -> Ranks:
+    """The homes, after whatever had to leave went where the load is least."""
+    destinations = problem.arrays.homes.copy()
+    keep = kept_at_home(problem)
+    if bool((problem.home_counts > keep).any()):
+        spill(problem.order, keep, destinations)
+        place(problem, destinations)
+    return destinations

@@ -1,7 +1,8 @@
 """How a round is planned, by the balancer and by the lead: each batch is partitioned, then what a partition cannot do.
 
 A refinement takes the plan of a batch from the one before it, or why there is none within the memory caps, and returns
-a better one, or what it was given. Without its line here, rounds are planned without what it does.
+a better one, or what it was given. It is listed with what tells whether a round asks for it. Without its line here,
+rounds are planned without what it does.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from evenkeel.partitioning.users import gather_users
 from evenkeel.partitioning.windows import gather_heavy
 
 Refinement: TypeAlias = Callable[[RoundSamples, RoundOptions, Found], Found]
-REFINEMENTS: tuple[Refinement, ...] = (
-    split_heavy,
-    gather_users,
+REFINEMENTS: tuple[tuple[Refinement, Callable[[RoundSamples, RoundOptions], bool]], ...] = (
+    (split_heavy, lambda samples, options: options.split is not None and samples.divisible is not None),
+    (gather_users, lambda samples, _: samples.users is not None),
 )
 
 
@@ -38,10 +39,11 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
     """
     began = time.perf_counter()
     batches = partition_batches(samples, options)
-    batches = gather_heavy(samples, options, batches)
-    for refine in REFINEMENTS:
-        pairs = zip(batches.samples, batches.plans, strict=True)
-        batches = batches._replace(plans=[refine(one, options, found) for one, found in pairs])
+    batches = gather_heavy(samples, options, batches) if samples.steps is not None else batches
+    for refine, is_asked in REFINEMENTS:
+        if is_asked(samples, options):
+            pairs = zip(batches.samples, batches.plans, strict=True)
+            batches = batches._replace(plans=[refine(one, options, found) for one, found in pairs])
     return replace(batches.joined(samples), seconds=time.perf_counter() - began)
 
 

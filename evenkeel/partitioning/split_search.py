@@ -53,7 +53,8 @@ ROUNDING = 1 + 1e-9  # times a memory cap
 
 def split_heavy(samples: RoundSamples, options: RoundOptions, found: Found) -> Found:
     """The refinement: a plan with samples in parts where that takes less time than the best plan of whole ones."""
-    if options.split is None or samples.divisible is None or not _wants_splits(found, options):
+    assert samples.divisible is not None
+    if not _wants_splits(found, options):
         return found
     if samples.num_ranks > 1 and len(samples.divisible):
         search = _Search(samples, options)

@@ -42,7 +42,8 @@ def gather_users(samples: RoundSamples, options: RoundOptions, found: Found) -> 
 
     A batch with samples in parts stays as it is, as do plans made without kernels.
     """
-    if samples.users is None or options.stay or options.strategy == "plain" or isinstance(found, PartitionError):
+    assert samples.users is not None
+    if options.stay or options.strategy == "plain" or isinstance(found, PartitionError):
         return found
     plan, users, num_ranks = found.destinations, samples.users.astype(np.int64), samples.num_ranks
     by_user = ascending_order(users)

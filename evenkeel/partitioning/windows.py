@@ -37,7 +37,8 @@ def gather_heavy(samples: RoundSamples, options: RoundOptions, found: Batches) -
     sum over the batches of the largest load falls by that, and by more than the additional moves take.
     """
     loaded = samples.steps
-    if loaded is None or options.stay or samples.num_ranks < 2:
+    assert loaded is not None
+    if options.stay or samples.num_ranks < 2:
         return found
     count, equal = samples.num_batches, options.counts == "equal"
     speeds = np.array(options.speeds, np.float64) if options.speeds else np.ones(samples.num_ranks)

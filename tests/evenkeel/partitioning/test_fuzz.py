@@ -20,8 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import ImpossiblePartitionError, Partition, PartitionError, partition
-from evenkeel.partitioning.lpt import kept_at_home
-from evenkeel.partitioning.minimal_move import between_nodes
+from evenkeel.partitioning.minimal_move import between_nodes, kept_at_home
 from evenkeel.partitioning.problem import make_problem, with_crowding
 from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches

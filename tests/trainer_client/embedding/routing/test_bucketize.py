@@ -128,6 +128,7 @@ def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
         ({"routing": "continuous", "block_sizes": [4, -1]}, "block_sizes has -1"),
         ({"lengths": torch.tensor([1, 2, 3])}, "3 lengths do not divide by 2"),
         ({"lengths": torch.tensor([1.0, 2.0])}, "lengths have dtype torch.float32"),
+        ({"lengths": torch.tensor([[1], [2]])}, r"lengths have shape \(2, 1\)"),
         ({"indices": torch.ones(3, dtype=torch.int16)}, "indices have dtype torch.int16"),
         ({"lengths": torch.tensor([1, 1])}, "lengths sum to 2, but there are 3"),
         ({"lengths": torch.tensor([-1, 4])}, r"lengths\[0\] is -1; there are 3 indices"),
