@@ -394,8 +394,7 @@ class BatchStream:
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
         if isinstance(learned := getattr(cost, "function", cost), LearnedCost):
             self._follow_fit(learned)
-        if window > 1:
-            check_window(flats)
+        check_window(flats)
         samples, problem = read_round(
             batches, flats, template=opened.rounds.template, cost=cost, memory=memory, users=users,
             caps=opened.options.memory_caps,

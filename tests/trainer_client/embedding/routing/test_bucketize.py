@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.references.bucketize import bucketize as reference
 from tests.trainer_client.embedding.routing.batches import MODES, Batch, make_batch
-from trainer_client.embedding.routing import Bucketized, Routing, block_bucketize, continuous, cpu, cuda
+from trainer_client.embedding.routing import Bucketized, Routing, block_bucketize, continuous, cpu, cuda, owners
 
 
 @st.composite
@@ -95,8 +95,10 @@ def test_blocks_near_the_largest_keys(world_size: int) -> None:
         ours = block_bucketize(torch.tensor([keys.numel()]), keys, [block], world_size, "continuous")
         expected = reference(torch.tensor([keys.numel()]), keys, [block], world_size, [continuous()])
         assert_same(ours, (*expected[:3], None, expected[4]))
-        owners = [continuous().owner(key, world_size=world_size, block_size=block) for key in keys.tolist()]
-        assert torch.equal(ours.lengths, torch.bincount(torch.tensor(owners), minlength=world_size))
+        expected_owners = [continuous().owner(key, world_size=world_size, block_size=block) for key in keys.tolist()]
+        assert torch.equal(ours.lengths, torch.bincount(torch.tensor(expected_owners), minlength=world_size))
+        found = owners(keys, continuous(), world_size=world_size, block_size=block)
+        assert found.tolist() == expected_owners
 
 
 def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:

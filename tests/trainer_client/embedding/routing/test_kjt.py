@@ -120,6 +120,7 @@ def test_a_report_counts_keys_by_their_owners(
     assert of_features == {
         name: max(load) * world_size / len(one) for name, one, load in zip("ab", keys, loads, strict=True) if one
     }
+    assert bucketize_kjt(kjt, world_size, None)[1] is None
     with pytest.raises(ValueError, match="block_sizes is None"):
         bucketize_kjt(kjt, world_size, None, "continuous")
     with pytest.raises(ValueError, match="3 routings and 2 block sizes for 2 features; give one each"):
