@@ -354,6 +354,12 @@ def read_response(data: bytes, samples: RoundSamples) -> RoundPlan:
         raise InvalidMessage("figures", f"{len(message.figures)} batches", f"send those of {batches}")
     figures = tuple(Figures(**_fields_of(Figures, one)) for one in message.figures)
     _check_range("figures", np.array([list(_fields_of(Figures, one).values()) for one in figures]), _NUMBERS)
+    counts = [n]
+    if steps is not None:
+        counts = np.bincount(steps if parts is None else steps[parts.begins == 0], minlength=batches).tolist()
+    for batch, (one, number) in enumerate(zip(figures, counts, strict=True)):
+        if one.samples != number:  # ranks take a batch for empty by it
+            raise InvalidMessage(f"figures[{batch}].samples", one.samples, f"send {number}, as many as the batch has")
     if not _NUMBERS.holds(message.seconds):
         raise InvalidMessage("seconds", message.seconds, "send seconds, 0 or more")
     return RoundPlan(

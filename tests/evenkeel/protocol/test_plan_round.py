@@ -191,6 +191,15 @@ def test_wrong_responses(field: str, changes: dict[str, Any]) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+def test_figures_are_those_of_as_many_samples(batches: int) -> None:
+    one = make_round(2, 2, batches=batches)
+    message = pb.PlanRoundResponse.FromString(write_response(plan_round(one.samples, one.options)))
+    message.figures[-1].samples = 0
+    with pytest.raises(InvalidMessage, match=rf"figures\[{batches - 1}\].samples is 0; send 4, as many"):
+        read_response(message.SerializeToString(), one.samples)
+
+
 @pytest.mark.parametrize("more", [1, -1, 100, 2**40, 2**62])
 @pytest.mark.parametrize("batches", [1, 2])
 def test_parts_that_begin_elsewhere_than_pieces_say_are_refused(batches: int, more: int) -> None:

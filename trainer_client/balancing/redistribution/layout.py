@@ -41,7 +41,7 @@ class Amounts(NamedTuple):
     kept_bytes: int  # of the samples that stay
     units: Ints  # (C,) units of each column of all samples that the rank trains
     num_pieces: int  # of all copies at most
-    staying: int  # samples that the slice announces from the rank itself
+    staying: Ints  # (C,) units of each column that the slice announces from the rank itself
     largest: int  # number of units in a column, or what is out of bounds
 
     @property
@@ -67,10 +67,13 @@ def measure(piece: Slice, lengths: Ints, fields: FieldTable, world_size: int, mo
         raise ValueError(
             f"a jagged field has {amounts.largest} values on one rank; a batch may have {MAX_UNITS - 1} at most"
         )
-    kept = int(amounts.begin[piece.rank + 1] - amounts.begin[piece.rank])
-    if amounts.staying != kept:
+    kept, announced = amounts.sent_units[piece.rank], amounts.staying
+    if (wrong := np.flatnonzero(kept != announced)).size:  # copies would reach beyond the memory made for them
+        at = wrong[-1]
+        what = "samples" if at == kept.size - 1 else f"values of jagged field {at}"
         raise ValueError(
-            f"the slice keeps {kept} samples on rank {piece.rank}, but announces {amounts.staying} from it"
+            f"the slice keeps {kept[at]} {what} on rank {piece.rank}, but announces {announced[at]} from it; "
+            "pass the batch for which the plan was made"
         )
     return amounts
 
@@ -119,7 +122,7 @@ def _measure(
     column: Ints,
     unit_bytes: Ints,
     most: int,
-) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, int, Ints, int, int, int]:
+) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, int, Ints, int, Ints, int]:
     # The fields of `Amounts`; a plain tuple, since Numba takes 6 µs to hand over one with names.
     num_own, num_jagged = lengths.shape
     num_columns = num_jagged + 1
@@ -143,7 +146,7 @@ def _measure(
 
     source_units = np.empty((sources.size, num_columns), np.int64)
     units = np.zeros(num_columns, np.int64)
-    staying, largest = 0, ZERO
+    staying, largest = np.zeros(num_columns, np.int64), ZERO
     for k in range(sources.size):
         for index in range(num_columns):
             amount = int(source_totals[k, index] if index < num_jagged else source_counts[k])
@@ -152,7 +155,8 @@ def _measure(
                 amount = ZERO
             source_units[k, index] = amount
             units[index] += amount
-        staying += source_counts[k] if sources[k] == rank else 0
+        if sources[k] == rank:
+            staying += source_units[k]
 
     sent, received = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
     for field in range(column.size):

@@ -73,20 +73,21 @@ def test_pieces_are_as_few_as_neighbours_and_their_size_allow(lengths: list[int]
 
 
 @pytest.mark.parametrize(
-    ("counts", "totals", "destinations", "words"),
+    ("rank", "counts", "totals", "destinations", "words"),
     [
-        ([1, 1], [2**62, 2**62], [], f"has {2**62} values"),  # whose sum times four bytes wraps around to nothing
-        ([1, 1], [2**40, -(2**40)], [], "has .* values|negative"),
-        ([1, 1], [2**31, 0], [], "has 2147483648 values on one rank; a batch may have 2147483647 at most"),
-        ([1, -1], [3, 3], [], "negative number"),
-        ([1, 1], [3, 3], [0, 1], "keeps 1 samples on rank 0, but announces 0"),
+        (0, [1, 1], [2**62, 2**62], [], f"has {2**62} values"),  # whose sum times four bytes wraps around to nothing
+        (0, [1, 1], [2**40, -(2**40)], [], "has .* values|negative"),
+        (0, [1, 1], [2**31, 0], [], "has 2147483648 values on one rank; a batch may have 2147483647 at most"),
+        (0, [1, -1], [3, 3], [], "negative number"),
+        (0, [1, 1], [3, 3], [0, 1], "keeps 1 samples on rank 0, but announces 0"),
+        (1, [1, 1], [3, 3], [1], "keeps 0 values of jagged field 0 on rank 1, but announces 3 from it; pass the batch"),
     ],
 )
 def test_a_slice_that_announces_what_cannot_be_is_refused(
-    counts: list[int], totals: list[int], destinations: list[int], words: str
+    rank: int, counts: list[int], totals: list[int], destinations: list[int], words: str
 ) -> None:
     piece = Slice(
-        rank=0, destinations=np.array(destinations, np.int32), sources=np.array([1, 2], np.int32),
+        rank=rank, destinations=np.array(destinations, np.int32), sources=np.array([1, 2], np.int32),
         source_counts=np.array(counts, np.int32), source_totals=np.array(totals).reshape(2, 1),
     )  # fmt: skip
     with pytest.raises(ValueError, match=words):
