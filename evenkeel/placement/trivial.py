@@ -58,12 +58,13 @@ def _alike(
 
     # Those that are not in HBM: in host memory, or with caches where fused tables are either in HBM or cached.
     rest = [1, *range(2, 2 + len(ratios), max(1, len(ratios) // 4))]
-    dense: list[Choice | None] = []
+    in_hbm = alike(0)  # which tables may agree on where they agree on no mixture
+    dense: list[Choice | None] = [in_hbm] if in_hbm is not None and problem.fits(in_hbm) else []
     for others in rest:
         if not dense or not watch.is_over():
             dense.append(_largest(problem, number + 1, partial(densest, others)))
     choices = {
-        "all in HBM": alike(0),
+        "all in HBM": in_hbm,
         "all in host memory": alike(1),
         "all cached alike": _largest(problem, len(common), lambda n: alike(2 + common[n])),
         "by lookups per byte": min((each for each in dense if each is not None), key=problem.cost, default=None),
