@@ -172,14 +172,12 @@ def partition(
         nodes=nodes,
         compiled=compiled,
     )
-    if memory_caps is not None:
-        problem = with_caps(problem, memory, memory_caps, compiled)
+    problem = with_caps(problem, memory, memory_caps, compiled)
     arrays = problem.arrays
     destinations = chosen(problem) if num_ranks > 1 and arrays.costs.size else _at_home(problem)
     if min_samples:
         destinations = _fill(problem, destinations, min_samples)
-    if memory_caps is not None:
-        check_fits(memory, memory_caps, destinations)
+    check_fits(memory, memory_caps, destinations)
     home_loads: Sums = problem.home_loads
     if problem.costs is not arrays.costs:
         home_loads = loads_of(problem.costs, arrays.homes, problem.num_ranks)

@@ -59,7 +59,7 @@ def difference(costs: Integers, order: Ranks, num_sets: int, equal: bool) -> Ran
     """
     n, k = costs.size, num_sets
     result = np.zeros(n, np.int32)
-    if n == 0 or k == 1:
+    if n == 0:
         return result
     each = k if equal else 1
     sums, ties = costs.copy(), np.empty(n, np.int64)

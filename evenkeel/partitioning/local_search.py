@@ -147,8 +147,6 @@ def sink(heap: Integers, size: int, i: int, weights: Floats) -> None:
 
     What has the greatest weight is on top, of equal weights the lowest number, so that ties break alike everywhere.
     """
-    if i >= size:
-        return
     number = heap[i]
     while True:
         child = 2 * i + 1
@@ -255,11 +253,8 @@ def _cheapest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_take
     """
     excess = rows.load[giver] - arrays.limits[giver]
     g, num_g = rows.start[giver], rows.length[giver]
-    if num_g == 0:
-        return -1, -1, -1
     wanted = min(excess, arrays.limits[takers[0]] - rows.load[takers[0]])
-    at_excess = _first_at_least(rows.cost, g, num_g, excess)
-    i = at_excess if wanted == excess else _first_at_least(rows.cost, g, num_g, wanted)
+    i = _first_at_least(rows.cost, g, num_g, wanted)
     if i > 0 and (i == num_g or (wanted < excess and rows.cost[g + i] > wanted)):
         i -= 1
     good = GOOD * arrays.sizes[rows.item[g + i]] / max(min(rows.cost[g + i], wanted), 1)
@@ -275,17 +270,14 @@ def _cheapest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_take
         low = max(wanted // 2, 1)
         t, num_t = rows.start[taker], rows.length[taker]
         may_move = _may_take(arrays, rows, giver, taker)
-        i = at_excess if wanted == excess else _first_at_least(rows.cost, g, num_g, wanted)
+        i = _first_at_least(rows.cost, g, num_g, wanted)
         tried, j = 0, ZERO
         for x in range(max(i - 1, 0), min(num_g, max(i - 1, 0) + LOOKED)):
             if tried >= TRIED:
                 break
             a, cost_a = int(rows.item[g + x]), rows.cost[g + x]
             if cost_a > slack:
-                if j == 0:
-                    j = _first_at_least(rows.cost, t, num_t, cost_a - slack)
-                while j < num_t and rows.cost[t + j] < cost_a - slack:
-                    j += 1
+                j = _first_at_least(rows.cost, t, num_t, cost_a - slack)
             for y in (NONE, j):  # by itself, or for the taker's lightest that keeps it within its limit
                 if y == num_t or (y < 0 and not may_move):
                     continue
@@ -372,7 +364,7 @@ def _evenest(
     last, hopeless = NONE, False  # the cost that was looked at last, and whether any exchange with it came near
     for i in range(first, num_g):
         a, cost_a = int(rows.item[g + i]), rows.cost[g + i]
-        if cost_a <= 0 or (hopeless and cost_a == last) or barred[a] > now:
+        if (hopeless and cost_a == last) or barred[a] > now:
             continue
         last, hopeless = cost_a, True
         while behind < num_t and rows.cost[t + behind] <= cost_a - even:
@@ -414,7 +406,7 @@ def pass_plainly(arrays: Arrays, rows: Rows, ranks: Integers, choices: int, slac
         slack[r] = _slack(arrays, rows, r)
         if slack[r] > 0:
             size = push(takers, size, r, slack)
-        elif slack[r] < 0:
+        else:
             slack[r] = -slack[r]
             num_givers = push(givers, num_givers, r, slack)
     aside = np.empty(TAKERS, np.int64)
@@ -493,13 +485,13 @@ def search(
             taker = takers[0]
             joint = (rows.load[worst] - arrays.limits[worst]) + (rows.load[taker] - arrays.limits[taker])
             size = pop(takers, size, ZERO, slack)
-            if chosen >= 0 and joint / (arrays.speeds[worst] + arrays.speeds[taker]) > chosen_over:
+            if joint / (arrays.speeds[worst] + arrays.speeds[taker]) > chosen_over:
                 if alike:  # no exchange of the two can bring the larger overload below that of their joint load
                     break
                 continue
             looked += 16 + rows.length[worst] + rows.length[taker]
             i, j, after, moved = _evenest(arrays, rows, worst, taker, chosen_over, barred, now)
-            if i >= 0 and (after < chosen_over or (after == chosen_over and moved < chosen_moved)):
+            if after < chosen_over or (after == chosen_over and moved < chosen_moved):
                 chosen, chosen_i, chosen_j, chosen_over, chosen_moved = taker, i, j, after, moved
             if looked > (SOON if chosen_over <= 0 else NEAR if chosen_over < most else FAR):
                 break
@@ -520,7 +512,7 @@ def search(
         worst, most = _worst(arrays, rows, ranks)
         if most < least:
             least, saved, idle = most, False, 0
-    if not saved and most <= least:
+    if not saved:
         _read_rows(rows, ranks, best)
     return least
 

@@ -24,6 +24,7 @@ from evenkeel.partitioning.problem import MAX_RANKS
         ({"costs": ["a", "b", "c"]}, ["costs", "dtype"]),
         ({"costs": [[1, 2, 3]]}, ["costs", "(1, 3)", "one-dimensional"]),
         ({"costs": [2**62, 2**62, 1]}, ["costs add up to", "4.61169e+18"]),
+        ({"costs": [2**61, 2**61, 0]}, ["costs add up to", "4.61169e+18"]),
         ({"homes": [0, 1]}, ["homes", "2 entries", "3"]),
         ({"homes": [0, 1, 2]}, ["homes[2]", "2", "0 to 1"]),
         ({"homes": [0, -1, 1]}, ["homes[1]", "-1"]),

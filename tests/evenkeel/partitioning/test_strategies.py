@@ -73,17 +73,20 @@ def test_as_much_as_possible_stays_home(num_ranks: int) -> None:
     assert sizes.sum() - result.moved_size == shared[linear_sum_assignment(shared, maximize=True)].sum()
     alike = partition(costs, homes, num_ranks, strategy="karmarkar_karp", sizes=sizes, speeds=np.full(num_ranks, 2.0))
     assert alike.destinations.tolist() == result.destinations.tolist()
+    assert result.speeds is None
+    assert alike.speeds is not None
 
 
 @pytest.mark.parametrize("num_ranks", [24, EXACT + 24])
 def test_sets_stay_inside_the_node_first(num_ranks: int) -> None:
     rng = np.random.default_rng(0)
     costs, homes = rng.integers(1, 4000, num_ranks * 8), np.repeat(np.arange(num_ranks), 8)
-    nodes = np.arange(num_ranks) // 8
-    for strategy in ("karmarkar_karp", "lpt"):
-        without = partition(costs, homes, num_ranks, strategy=strategy)
+    nodes, two_kinds = np.arange(num_ranks) // 8, 1.0 + np.arange(num_ranks) % 2
+    for strategy, speeds in (("karmarkar_karp", None), ("lpt", None), ("lpt", two_kinds)):
+        without = partition(costs, homes, num_ranks, strategy=strategy, speeds=speeds)
         crossing = costs[nodes[without.destinations] != nodes[homes]].sum()
-        result = partition(costs, homes, num_ranks, strategy=strategy, nodes=nodes)
+        result = partition(costs, homes, num_ranks, strategy=strategy, nodes=nodes, speeds=speeds)
+        assert result.imbalance == without.imbalance
         assert result.moved_size_between_nodes < crossing
         assert sorted(result.loads.tolist()) == sorted(without.loads.tolist())
 
