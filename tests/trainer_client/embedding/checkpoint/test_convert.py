@@ -36,8 +36,14 @@ def test_every_row_is_on_its_owner_however_it_went(
     counted = sum(opened(before).records["items/counter"].rows)
     for number, (form, routing, world_size) in enumerate(targets, 1):
         after = folder / str(number)
-        result = convert(opened(before), after, world_size=world_size, routing={"items": routing}, target_format=form)
+        told = [(0, 0)]
+        result = convert(
+            opened(before), after, world_size=world_size, routing={"items": routing}, target_format=form,
+            progress=lambda *rows, told=told: told.append(rows),
+        )  # fmt: skip
         assert result.rows == len(KEYS) + counted
+        assert told == sorted(told)
+        assert told[-1] == (result.rows * (1 if form == "dynamicemb" else 2),) * 2
         old, new = opened(before), opened(after).records
         files = [(name, rank) for name, record in old.records.items() for rank in range(record.world_size)]
         rows = [(new[name].owners(each.keys), rank) for name, rank in files for each in old.rows(name, rank)]
@@ -165,6 +171,10 @@ def test_refusals(tmp_path: Path) -> None:
         convert(opened(old), old, world_size=2)
     with pytest.raises(CheckpointError, match="no routing seed"):
         convert(opened(old), tmp_path / "new", world_size=2, routing=hash_roundrobin(1))
+    for name in "abcde":
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match="holds 'a', 'b', 'c' and 3 more, which belong to no checkpoint"):
+        convert(opened(old), tmp_path, world_size=2, overwrite=True)
     (old / "items_opt_args.json").write_text("{}")
     with (
         pytest.warns(UserWarning, match="dist_type"),

@@ -28,6 +28,7 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[p]
                 state.setdefault("average", torch.zeros_like(p))
                 state.setdefault("level", torch.zeros(p.shape[0]))
+                state["spare"] = None
                 state["count"] = state.get("count", 0.0) + 1
                 state["average"].lerp_(p.grad, 0.5)
                 state["level"] += p.grad.abs().sum(1)
@@ -43,6 +44,7 @@ def test_an_optimizer_of_ones_own_is_kept_by_the_shapes_of_its_state(tmp_path: P
     for collection, optimizer in ((first, mine), (second, other)):
         step(collection, [optimizer], torch.arange(3, 9))
     assert torch.equal(weight(second), weight(first))
+    assert mine.state[weight(first)].pop("spare") is None
     for name, value in mine.state[weight(first)].items():
         assert torch.equal(torch.as_tensor(other.state[weight(second)][name]), torch.as_tensor(value))
     mine.state[weight(first)]["level"] = torch.zeros(7)
@@ -97,6 +99,17 @@ def test_state_of_another_kind_is_refused_before_anything_changes(
     assert not other.state
     load(second, tmp_path / "saved")
     assert second.tables["a"].held_keys().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_what_was_saved_before_the_first_step_is_loaded_as_that(kind: Any, tmp_path: Path) -> None:
+    first, used = make(), make()
+    optimizer, other = (kind(collection.parameters(), lr=0.1) for collection in (first, used))
+    save(first, tmp_path / "saved", optimizer=optimizer)
+    step(used, [other], torch.arange(9))
+    load(used, tmp_path / "saved", optimizer=other)
+    before, after = (each.state_dict()["state"] for each in (optimizer, other))
+    torch.testing.assert_close(after, before)
 
 
 @pytest.mark.parametrize("routing", ["continuous", "roundrobin"])

@@ -139,6 +139,8 @@ def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
         ({"batch_sizes": [1, 2]}, r"batch_sizes \[1, 2\] add up to 3, but there are 2 lengths"),
         ({"batch_sizes": [-1, 3]}, r"batch_sizes \[-1, 3\]"),
         ({"weights": torch.ones(2)}, "weights have shape"),
+        ({"weights": torch.ones(3, 1)}, "weights have shape"),
+        ({"indices": torch.ones(3, dtype=torch.int64, device="meta")}, "lengths are on cpu and indices on meta"),
         ({"batch_sizes": [2]}, "batch_sizes has 1 entries for 2 features"),
     ],
 )

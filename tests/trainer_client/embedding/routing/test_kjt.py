@@ -138,6 +138,9 @@ def test_tensor_routing_equals_arithmetic_on_integers(
     keys: list[int], routing: Routing, world_size: int, block: int
 ) -> None:
     owner, sent = route(torch.tensor(keys), routing, world_size=world_size, block_size=block)
+    without_block = [routing.owner(key, world_size=world_size) for key in keys]
+    assert owners(torch.tensor(keys), routing, world_size=world_size).tolist() == without_block
+    assert route(torch.tensor(keys), routing, world_size=world_size)[0].tolist() == without_block
     assert owner.tolist() == [routing.owner(key, world_size=world_size, block_size=block) for key in keys]
     for key, index in zip(keys, sent.tolist(), strict=True):
         unsigned = key % 2**64
