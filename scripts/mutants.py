@@ -3,8 +3,8 @@
     python -m scripts.mutants --rooms decide slices --count 25 --minutes 8 --json benchmarks/results/mutants.json
 
 A mutant is one comparison, operator, condition or number that is another, or a call that is gone. It is written into a
-copy of the tree, where the room's tests run until one fails; one that takes several times as long as without it has
-failed too. With a result file, a run goes on where the last one ended.
+copy of the tree, where the room's tests run until one fails, first those that are quick, then all; one that takes
+several times as long as without it has failed too. With a result file, a run goes on where the last one ended.
 
 Some mutants answer as the code does, always: `scripts/same_mutants.json` names them by module, each with the reason.
 They are tried like all others, but told apart, and are not among those of which nine of ten must be noticed, or the
@@ -54,9 +54,8 @@ ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests
     "checkpoint": ("trainer_client/embedding/checkpoint", "convert record files optimizers", "convert optimizers"),
     "solver": ("evenkeel/placement", "search trivial", "search"),
 }  # fmt: skip
-INTERPRETED = {"kernels", "slices"}  # whose kernels are not compiled, which would take a minute for each mutant
-# tests that do not take as long
-CHOSEN = (
+INTERPRETED = {"kernels", "slices"}  # whose kernels are compiled only where quick tests let a mutant live: in a minute
+QUICK = (
     "not (shape2 or shape3 or all_samples_on or three_ranks or beyond or "
     "keep_their_time or every_process or print_nothing or collections_that)"
 )
@@ -67,11 +66,8 @@ PAIRS = [
 ]  # fmt: skip
 # calls that tell something, make a buffer that may as well be larger, or matter where a machine loses its power
 UNSEEN = ("logger", "log.", "cast", "TypeVar", "np.empty", "os.fsync")
-FREE = {
-    "effort",
-    "patience",
-    "copy",
-}  # arguments that say how long a search goes on, or spare a copy: as well otherwise
+# arguments that say how long a search goes on, spare a copy, or assert what is so: as well otherwise
+FREE = {"effort", "patience", "copy", "strict"}
 ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 SWAPPED: dict[Any, Any] = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
@@ -184,7 +180,7 @@ def files_of(room: str) -> tuple[list[str], list[str]]:
     return [f"{folder}/{module}.py" for module in modules.split()], [f"tests/{a}/test_{b}.py" for a, _, b in split]
 
 
-def passes(tree: Path, room: str, seconds: float) -> bool:
+def passes(tree: Path, room: str, seconds: float, *, quick: bool) -> bool:
     """Whether a room's tests pass in time, in a process that has the libraries already, and nothing of ours."""
     child = os.fork()
     if not child:
@@ -197,8 +193,9 @@ def passes(tree: Path, room: str, seconds: float) -> bool:
             del sys.modules[name]
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-        numba.config.DISABLE_JIT = room in INTERPRETED  # type: ignore[attr-defined]
-        os._exit(int(pytest.main(["-x", "-q", "-n0", "-pno:cacheprovider", "-k", CHOSEN, *files_of(room)[1]])))
+        numba.config.DISABLE_JIT = quick and room in INTERPRETED  # type: ignore[attr-defined]
+        chosen = ["-k", QUICK] if quick else []
+        os._exit(int(pytest.main(["-x", "-q", "-n0", "-pno:cacheprovider", *chosen, *files_of(room)[1]])))
     status, ends = None, time.monotonic() + seconds
     while status is None and time.monotonic() < ends:
         ended, code = os.waitpid(child, os.WNOHANG)
@@ -219,10 +216,13 @@ def try_room(tree: Path, room: str, rooms: dict[str, Any], options: argparse.Nam
     gone = {(file, name) for file in modules for name in SAME.get(file, {})} - {(file, one.name) for file, one in drawn}
     assert not gone, f"same_mutants.json names what is no mutant: {gone}"
     random.Random(options.seed).shuffle(drawn)
+    left = drawn[known["tried"] : options.count]
+    if not left or time.monotonic() > ends:
+        return
     began = time.monotonic()
-    assert passes(tree, room, 600), f"the tests of {room} fail without a mutant"
+    assert passes(tree, room, 600, quick=True), f"the tests of {room} fail without a mutant"
     limit = 20 + 3 * (time.monotonic() - began)
-    for file, mutant in drawn[known["tried"] : options.count]:
+    for file, mutant in left:
         if time.monotonic() > ends:
             break
         kept = dict(vars(mutant.node))
@@ -230,7 +230,7 @@ def try_room(tree: Path, room: str, rooms: dict[str, Any], options: argparse.Nam
         (tree / file).write_text(ast.unparse(ast.fix_missing_locations(modules[file])), encoding="utf-8")
         vars(mutant.node).update(kept)
         told, reason = f"{file}:{mutant.node.lineno}: {mutant.name}", SAME.get(file, {}).get(mutant.name)
-        if not passes(tree, room, limit):
+        if not (passes(tree, room, limit, quick=True) and passes(tree, room, 900, quick=False)):
             known["noticed"] += 1
             if reason:
                 print(f"{told}\n  is noticed, though {reason}", flush=True)
@@ -270,6 +270,7 @@ def main() -> int:
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", ".hypothesis", "results", "out"))
         for room in options.rooms:
             try_room(tree, room, rooms, options, ends)
+    results.write(options.json, {"seed": options.seed, **totals(rooms), "rooms": rooms})
     print(f"all: {totals(rooms)}")
     return int(totals(rooms)["share"] < 0.9)
 
