@@ -4,7 +4,8 @@
 
 A mutant is one comparison, operator, condition or number that is another, or a call that is gone. It is written into a
 copy of the tree, where the room's tests run until one fails, first those that are quick, then all; one that takes
-several times as long as without it has failed too. With a result file, a run goes on where the last one ended.
+several times as long as without it is noticed, too, and counted as late. With a result file, a run goes on where the
+last one ended.
 
 Some mutants answer as the code does, always: `scripts/same_mutants.json` names them by module, each with the reason.
 They are tried like all others, but told apart, and are not among those of which nine of ten must be noticed, or the
@@ -180,8 +181,8 @@ def files_of(room: str) -> tuple[list[str], list[str]]:
     return [f"{folder}/{module}.py" for module in modules.split()], [f"tests/{a}/test_{b}.py" for a, _, b in split]
 
 
-def passes(tree: Path, room: str, seconds: float, *, quick: bool) -> bool:
-    """Whether a room's tests pass in time, in a process that has the libraries already, and nothing of ours."""
+def passes(tree: Path, room: str, seconds: float, *, quick: bool) -> bool | None:
+    """Whether a room's tests pass, `None` if not in time, in a process with the libraries, and nothing of ours."""
     child = os.fork()
     if not child:
         os.setsid()
@@ -205,12 +206,12 @@ def passes(tree: Path, room: str, seconds: float, *, quick: bool) -> bool:
         os.killpg(child, signal.SIGKILL)  # and whatever the tests have started
     if status is None:
         os.waitpid(child, 0)
-    return status == 0
+    return None if status is None else status == 0
 
 
 def try_room(tree: Path, room: str, rooms: dict[str, Any], options: argparse.Namespace, ends: float) -> None:
     """Goes on with a room, and adds to what is known of it."""
-    known = rooms.setdefault(room, {"tried": 0, "noticed": 0, "same": {}, "survivors": []})
+    known = rooms.setdefault(room, {"tried": 0, "noticed": 0, "late": 0, "same": {}, "survivors": []})
     modules = {file: ast.parse((ROOT / file).read_text("utf-8")) for file in files_of(room)[0]}
     drawn = [(file, mutant) for file, module in modules.items() for mutant in mutants(module)]
     gone = {(file, name) for file in modules for name in SAME.get(file, {})} - {(file, one.name) for file, one in drawn}
@@ -221,7 +222,7 @@ def try_room(tree: Path, room: str, rooms: dict[str, Any], options: argparse.Nam
         return
     began = time.monotonic()
     assert passes(tree, room, 600, quick=True), f"the tests of {room} fail without a mutant"
-    limit = 20 + 3 * (time.monotonic() - began)
+    limit = 60 + 5 * (time.monotonic() - began)
     for file, mutant in left:
         if time.monotonic() > ends:
             break
@@ -230,8 +231,10 @@ def try_room(tree: Path, room: str, rooms: dict[str, Any], options: argparse.Nam
         (tree / file).write_text(ast.unparse(ast.fix_missing_locations(modules[file])), encoding="utf-8")
         vars(mutant.node).update(kept)
         told, reason = f"{file}:{mutant.node.lineno}: {mutant.name}", SAME.get(file, {}).get(mutant.name)
-        if not (passes(tree, room, limit, quick=True) and passes(tree, room, 900, quick=False)):
+        passed = passes(tree, room, limit, quick=True) and passes(tree, room, 900, quick=False)
+        if not passed:
             known["noticed"] += 1
+            known["late"] += passed is None
             if reason:
                 print(f"{told}\n  is noticed, though {reason}", flush=True)
         elif reason:
@@ -246,11 +249,11 @@ def try_room(tree: Path, room: str, rooms: dict[str, Any], options: argparse.Nam
 
 
 def totals(rooms: dict[str, Any]) -> dict[str, Any]:
-    """How many mutants are tried, noticed, the same, and left; of those that are not the same, the noticed share."""
-    tried, noticed = (sum(one[name] for one in rooms.values()) for name in ("tried", "noticed"))
-    same = sum(len(one["same"]) for one in rooms.values())
-    left = tried - noticed - same
-    return {"tried": tried, "noticed": noticed, "same": same, "left": left, "share": noticed / max(noticed + left, 1)}
+    """How many mutants are tried, noticed, late of these, the same, and left; what share of the others is noticed."""
+    found = {name: sum(one[name] for one in rooms.values()) for name in ("tried", "noticed", "late")}
+    found["same"] = sum(len(one["same"]) for one in rooms.values())
+    found["left"] = found["tried"] - found["noticed"] - found["same"]
+    return found | {"share": round(found["noticed"] / max(found["tried"] - found["same"], 1), 4)}
 
 
 def main() -> int:
