@@ -376,7 +376,7 @@ def parts(value: Any) -> Any:
         return [keys, parts(value.lengths()), parts(value.values()), None if weights is None else parts(weights)]
     if isinstance(value, TensorDict | Row):
         items = [(key, parts(item)) for key, item in value.items() if not isinstance(item, NonTensorStack)]
-        texts = [value[key].tolist() for key in value.keys() if isinstance(value.get(key), NonTensorStack)]  # noqa: SIM118
+        texts = [item.tolist() for item in map(value.get, value.keys()) if isinstance(item, NonTensorStack)]
         return [type(value), value.batch_size, value.names, items, texts]
     found: list[Any] = [type(value)]
     if isinstance(value, dict | UserDict):

@@ -147,7 +147,8 @@ class PipelineSteps:
         Args:
             pipeline: Any object with `progress(iterator)` that trains one batch a call, as all of TorchRec's do, or
                 hands it out to be trained, as `StagedTrainPipeline`; at the end it raises `StopIteration`, or returns
-                None with nothing left. Where it has `reset()`, as TorchRec's, that makes it ready for another iterator.
+                None with nothing left. Where it has `reset()`, as TorchRec's, that makes it ready for another iterator;
+                a staged one is run without further batches until it holds none.
             loader: The loader; each iteration is one over it.
         """
         self._pipeline, self._loader = pipeline, loader
@@ -161,8 +162,8 @@ class PipelineSteps:
         return self._fetched - self._trained
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_used and hasattr(self._pipeline, "reset"):
-            self._pipeline.reset()
+        if self._is_used:
+            self._drop_held()
         self._is_used, self._has_ended = True, False
         self._fetched = self._trained = 0
         self._failures.clear()
@@ -188,6 +189,13 @@ class PipelineSteps:
                 raise self._failures.pop()
         finally:
             batches.close()
+
+    def _drop_held(self) -> None:
+        if self._is_staged:  # whose `reset` keeps what it holds
+            while self._pipeline.progress(iter(())) is not None:
+                pass
+        elif hasattr(self._pipeline, "reset"):
+            self._pipeline.reset()
 
     def _fetch(self) -> Generator[Any, None, None]:
         try:
