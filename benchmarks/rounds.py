@@ -45,7 +45,7 @@ from trainer_client.balancing.contribution import Contribution, schema_number
 from trainer_client.balancing.groups import read_membership, take_communicators
 from trainer_client.balancing.options import StreamConfig
 from trainer_client.balancing.report import Counters
-from trainer_client.balancing.rounds import SharedRounds, Ticket
+from trainer_client.balancing.rounds import Rounds, Ticket
 from trainer_client.balancing.stages import make_lead
 
 SAMPLES, FIELDS = 128, 4
@@ -172,10 +172,10 @@ def agree(rank: int, rounds: int) -> dict[str, float]:
     )  # fmt: skip
     contribution, lead = Contribution(samples=samples, schema=schema_number(template.schema)), None
     communicators = take_communicators(read_membership(None, None), timedelta(seconds=120))
+    config = StreamConfig(loader="rounds", balance=False, options=BalanceOptions())
     if communicators.leads:
-        config = StreamConfig(loader="rounds", balance=False, options=BalanceOptions())
         lead = make_lead(config, template=template, nodes=["here"] * world_size)
-    shared = SharedRounds("rounds", communicators, depth=2, counters=Counters(), template=template, lead=lead)
+    shared = Rounds(config, communicators, counters=Counters(), template=template, lead=lead)
     sent, received = torch.from_numpy(contribution.pack()), torch.zeros(DIRECTIVE_BYTES, dtype=torch.uint8)
     table, directives = sent.repeat(world_size, 1).unbind(), received.repeat(world_size, 1).unbind()
 

@@ -239,7 +239,7 @@ class Communicators:
 
     def fail(self) -> None:
         """Ends all that is under way between the ranks, here and on the others."""
-        if self.failed:
+        if self.failed or self.up is None:
             return
         self.failed = True
         for group in (self.up, self.down):

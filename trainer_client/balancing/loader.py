@@ -396,13 +396,13 @@ class _Loop:
             try:
                 self._read()
             except Exception as error:
-                opened = self.current.opened
-                if opened is None or self.current.left:
+                rounds = self.current.rounds
+                if rounds is None or self.current.left:
                     raise
                 logger.error("%s: %r; all ranks end after what was submitted before", self._loader.name, error)
                 self.failures.append(error)
                 stream.attend(error)
-                self._submitted.append(_Window(self.current.announce_end(opened), self._here, self._here))
+                self._submitted.append(_Window(self.current.announce_end(rounds), self._here, self._here))
 
     def _read(self) -> None:
         """Reads a batch, and submits the window that it completes."""

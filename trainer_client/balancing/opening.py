@@ -17,25 +17,14 @@ from evenkeel import __version__
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.errors import NoDataError, ProgramOrderError
-from trainer_client.balancing.groups import Communicators, read_membership, take_communicators
+from trainer_client.balancing.groups import read_membership, take_communicators
 from trainer_client.balancing.kernels import prepare_moves
 from trainer_client.balancing.lead import Lead
 from trainer_client.balancing.options import BalanceOptions, StreamConfig
 from trainer_client.balancing.report import Counters
-from trainer_client.balancing.rounds import Rounds, SharedRounds
+from trainer_client.balancing.rounds import Rounds
 from trainer_client.balancing.stages import make_lead
 from trainer_client.process_groups import node_name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """What all ranks have settled."""
-
-    options: BalanceOptions  # rank 0's
-    to_gpu: bool  # batches go to the ranks' GPUs where no device is named
-    rounds: Rounds  # this rank's part in them
-    communicators: Communicators  # with the other ranks
-    world: dist.ProcessGroup | None  # the default process group that it was opened in; None: there was none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +66,7 @@ class Opening:
             has_samples=first is not None and first.num_samples > 0,
             on_gpu=nccl or (first is not None and first.device is not None and first.device.type == "cuda"),
         )  # fmt: skip
-        self._future: Future[Opened] = Future()
+        self._future: Future[Rounds] = Future()
         self._begun = threading.Lock()
 
     def error(self, seconds: float | None = None) -> BaseException | None:
@@ -90,8 +79,8 @@ class Opening:
         return self._future.exception(seconds)
 
     @property
-    def opened(self) -> Opened:
-        """What the ranks have settled."""
+    def rounds(self) -> Rounds:
+        """This rank's part in the stream that they have opened."""
         return self._future.result()
 
     def _run(self) -> None:
@@ -104,7 +93,7 @@ class Opening:
         except BaseException as error:
             self._future.set_exception(error)
 
-    def _settle(self) -> Opened:
+    def _settle(self) -> Rounds:
         config = self._config
         communicators = take_communicators(self._membership, config.options.collective_timeout)
         hellos, peers = communicators.gather_objects(self._hello), communicators.peers
@@ -126,13 +115,12 @@ class Opening:
             raise settled
         assert settled is not None
         options, template, to_gpu = settled
-        rounds = Rounds(lead, self._counters, template)
         if self._membership is not None:
             communicators.set_timeout(options.collective_timeout)
-            rounds = SharedRounds(
-                config.loader, communicators, depth=options.depth, counters=self._counters, template=template, lead=lead
-            )
-        return Opened(options=options, to_gpu=to_gpu, rounds=rounds, communicators=communicators, world=self._world)
+        return Rounds(
+            replace(config, options=options), communicators, counters=self._counters, template=template, lead=lead,
+            to_gpu=to_gpu, world=self._world,
+        )  # fmt: skip
 
 
 def _common_template(hellos: Sequence[_Hello], num_peers: int) -> FlatBatch:

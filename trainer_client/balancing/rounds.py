@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+import torch.distributed as dist
+
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Contribution, Contributions, State
 from trainer_client.balancing.costs.fitting import Fit
@@ -24,6 +26,7 @@ from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.directive import END, Directive, read_directive
 from trainer_client.balancing.groups import Bytes, Communicators
 from trainer_client.balancing.lead import Lead, Round
+from trainer_client.balancing.options import StreamConfig
 from trainer_client.balancing.reading import Measured
 from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
 from trainer_client.balancing.splitting import Splits
@@ -131,87 +134,30 @@ class Clock:
 class Rounds:
     """The rounds of a rank; of one without others, which are done at once: no collectives, no threads."""
 
-    def __init__(self, lead: Lead | None, counters: Counters, template: FlatBatch, depth: int = 1) -> None:
-        """Begins with round 0; `lead` is None where another rank decides."""
-        self._lead, self._counters = lead, counters
-        self.template = template  # an empty batch of the latest round that this rank knows of
-        self._fits: deque[tuple[int, Fit | None]] = deque([(0, None)])  # from which round on costs follow which fit
-        self._end = END  # what rounds are told that do not take place, as their pass is over
-        self.clock = Clock(depth)
-
-    def put(self, ticket: Ticket) -> None:
-        """Contributes to the next round; takes no lock, so that a collected generator may call it."""
-        if self.clock.is_over(ticket.pass_number):
-            self._settle(ticket, Directive(decision=self._end), took_place=False)
-            return
-        assert self._lead is not None
-        ticket.number = self.clock.contributed()
-        round_ = self._lead.begin(ticket.number, Contributions.of([ticket.contribution]))
-        directive = self._directed(ticket, self._lead.directives(round_)[0], rank=0)
-        self._settle(ticket, directive)
-
-    def want(self, ticket: Ticket) -> None:
-        """The loop waits for a ticket's directive."""
-
-    def fail(self, error: BaseException) -> None:
-        """Raises the error wherever somebody waits for a round, now or later."""
-
-    def close(self, seconds: float | None = None) -> bool:  # noqa: ARG002
-        """Ends after what has been queued, waiting at most so long; whether it has."""
-        return True
-
-    def fit_at(self, number: int) -> Fit | None:
-        """What learned costs of a round follow; of rounds in their order."""
-        while len(self._fits) > 1 and self._fits[1][0] <= number:
-            self._fits.popleft()
-        return self._fits[0][1]
-
-    def _directed(self, ticket: Ticket, row: Bytes, rank: int) -> Directive:
-        """Reads a directive, and goes on to where it leads."""
-        samples = ticket.contribution.samples
-        directive = read_directive(row, number=ticket.number, rank=rank, samples=samples, template=self.template)
-        assert directive.template is not None
-        self.template = directive.template
-        if directive.broadcast.fit is not None:
-            self._fits.append((ticket.number + self.clock.depth, directive.broadcast.fit[0]))
-        if directive.ended:
-            self._end = directive.decision
-        elif directive.decision.last:
-            self._end = Decision(mode=Mode.END, reason=Reason.TOO_FEW_SAMPLES, batches=())
-        self.clock.directed(ticket.number, ends=directive.decision.ends)
-        return directive
-
-    def _settle(self, ticket: Ticket, directive: Directive, *, took_place: bool = True) -> None:
-        """Hands a directive over to whoever waits for it, and counts what it says."""
-        decision = directive.decision
-        if ticket.contribution.state not in (State.LEFT, State.NOTHING) and decision.error is None:
-            if took_place:
-                self._counters.rounds[decision.mode, decision.reason] += 1
-            self._counters.dropped_samples += _dropped(directive, len(ticket.contribution.samples))
-        if directive.reports:
-            self._counters.wait_seconds += directive.reports[0].wait_seconds
-        if decision.error is not None:
-            _fail(ticket, decision.error)
-        elif not ticket.future.done():
-            ticket.future.set_result(directive)
-
-
-class SharedRounds(Rounds):
-    """The rounds of a rank among others."""
-
     def __init__(
         self,
-        name: str,
+        config: StreamConfig,
         communicators: Communicators,
         *,
-        depth: int,
         counters: Counters,
         template: FlatBatch,
         lead: Lead | None,
+        to_gpu: bool = False,
+        world: dist.ProcessGroup | None = None,
     ) -> None:
-        """Begins with round 0, once something is put; `name` is the loader's."""
-        super().__init__(lead, counters, template, depth)
-        self._name, self._communicators = name, communicators
+        """Begins with round 0, once something is put; all but the name, the group and the counters is as rank 0 has it.
+
+        `lead` is None where another rank decides.
+        """
+        self.options, self.communicators = config.options, communicators
+        self.to_gpu = to_gpu  # batches go to the ranks' GPUs where no device is named
+        self.world = world  # the default process group that they were opened in; None: there was none
+        self.template = template  # an empty batch of the latest round that this rank knows of
+        self._name, self._lead, self._counters = config.loader, lead, counters
+        self._alone = communicators.up is None
+        self.clock = Clock(1 if self._alone else config.options.depth)
+        self._fits: deque[tuple[int, Fit | None]] = deque([(0, None)])  # from which round on costs follow which fit
+        self._end = END  # what rounds are told that do not take place, as their pass is over
         # Of what is no ticket, a number means to contribute nothing to rounds before it, as their pass has ended.
         self._queue: deque[Ticket | int | None] = deque()
         self._contributing = threading.Lock()
@@ -223,6 +169,9 @@ class SharedRounds(Rounds):
 
     def put(self, ticket: Ticket) -> None:
         """Contributes as soon as that may be; waits for no lock, so that a collected generator may call it."""
+        if self._alone:
+            self._put_alone(ticket)
+            return
         while self._open and self._open[0].future.done():
             self._open.popleft()
         self._open.append(ticket)
@@ -235,6 +184,15 @@ class SharedRounds(Rounds):
                 thread.start()
         self._queue.append(ticket)
         self._advance()
+
+    def _put_alone(self, ticket: Ticket) -> None:
+        if self.clock.is_over(ticket.pass_number):
+            self._settle(ticket, Directive(decision=self._end), took_place=False)
+            return
+        assert self._lead is not None
+        ticket.number = self.clock.contributed()
+        round_ = self._lead.begin(ticket.number, Contributions.of([ticket.contribution]))
+        self._settle(ticket, self._directed(ticket, self._lead.directives(round_)[0]))
 
     def want(self, ticket: Ticket) -> None:
         """The loop waits for a ticket's directive: what is not planned by now is planned at once."""
@@ -253,6 +211,12 @@ class SharedRounds(Rounds):
         if ended and self._lead is not None:
             self._lead.close()
         return ended
+
+    def fit_at(self, number: int) -> Fit | None:
+        """What learned costs of a round follow; of rounds in their order."""
+        while len(self._fits) > 1 and self._fits[1][0] <= number:
+            self._fits.popleft()
+        return self._fits[0][1]
 
     # ------------------------------------------------------------------ up
 
@@ -290,7 +254,7 @@ class SharedRounds(Rounds):
             self._contribute(item)
 
     def _contribute(self, ticket: Ticket) -> None:
-        communicators = self._communicators
+        communicators = self.communicators
         packed = ticket.contribution.pack(arrays=communicators.peer == 0)
         ticket.number = self.clock.contributed()
         if self._lead is not None:
@@ -308,12 +272,12 @@ class SharedRounds(Rounds):
             try:
                 if self._failure is not None:
                     continue
-                table = self._communicators.gather(packed)
+                table = self.communicators.gather(packed)
                 round_ = None
                 if ticket.wanted:
                     self._lead.want(ticket.number)
                 if self.clock.takes_place(ticket.number):
-                    round_ = self._lead.begin(ticket.number, Contributions(table, self._communicators.peers.shape[1]))
+                    round_ = self._lead.begin(ticket.number, Contributions(table, self.communicators.peers.shape[1]))
                 self._to_follow.put((ticket, round_))
             except BaseException as error:
                 self.fail(error)
@@ -336,21 +300,52 @@ class SharedRounds(Rounds):
             except BaseException as error:
                 self.fail(error)
         with suppress(RuntimeError):  # who had waited for this rank has heard of it
-            self._communicators.flush()
+            self.communicators.flush()
 
     def _receive(self, ticket: Ticket, round_: Round | None) -> None:
         table = None if self._lead is None or round_ is None else self._lead.directives(round_)
-        row = self._communicators.scatter(table)
-        directive = self._directed(ticket, row, self._communicators.rank)
+        row = self.communicators.scatter(table)
+        directive = self._directed(ticket, row)
         if directive.decision.ends:  # before the loop hears of it, which may begin the next pass
             self._queue.append(self.clock.void_until)
         self._advance()
         self._settle(ticket, directive)
 
+    def _directed(self, ticket: Ticket, row: Bytes) -> Directive:
+        """Reads a directive, and goes on to where it leads."""
+        directive = read_directive(
+            row, number=ticket.number, rank=self.communicators.rank, samples=ticket.contribution.samples,
+            template=self.template,
+        )  # fmt: skip
+        assert directive.template is not None
+        self.template = directive.template
+        if directive.broadcast.fit is not None:
+            self._fits.append((ticket.number + self.clock.depth, directive.broadcast.fit[0]))
+        if directive.ended:
+            self._end = directive.decision
+        elif directive.decision.last:
+            self._end = Decision(mode=Mode.END, reason=Reason.TOO_FEW_SAMPLES, batches=())
+        self.clock.directed(ticket.number, ends=directive.decision.ends)
+        return directive
+
+    def _settle(self, ticket: Ticket, directive: Directive, *, took_place: bool = True) -> None:
+        """Hands a directive over to whoever waits for it, and counts what it says."""
+        decision = directive.decision
+        if ticket.contribution.state not in (State.LEFT, State.NOTHING) and decision.error is None:
+            if took_place:
+                self._counters.rounds[decision.mode, decision.reason] += 1
+            self._counters.dropped_samples += _dropped(directive, len(ticket.contribution.samples))
+        if directive.reports:
+            self._counters.wait_seconds += directive.reports[0].wait_seconds
+        if decision.error is not None:
+            _fail(ticket, decision.error)
+        elif not ticket.future.done():
+            ticket.future.set_result(directive)
+
     def fail(self, error: BaseException) -> None:
         """Wakes everybody at once."""
         self._failure = self._failure or error
-        self._communicators.fail()
+        self.communicators.fail()
         if self._lead is not None:
             self._lead.close()
         for ticket in list(self._open):

@@ -30,14 +30,14 @@ from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.directive import Directive
 from trainer_client.balancing.errors import NoDataError, out_of_order, used_after, used_closed
-from trainer_client.balancing.opening import Opened, Opening
+from trainer_client.balancing.opening import Opening
 from trainer_client.balancing.options import BalanceOptions, StreamConfig
 from trainer_client.balancing.reading import Measured, digest_of_copy, read_round
 from trainer_client.balancing.redistribution import Pending, cut, load_on_device, pick
 from trainer_client.balancing.redistribution import start as start_moving
 from trainer_client.balancing.report import Counters, Reason
 from trainer_client.balancing.resume import Resumed
-from trainer_client.balancing.rounds import Ticket
+from trainer_client.balancing.rounds import Rounds, Ticket
 from trainer_client.balancing.splitting import warn_of_unasked_splits
 from trainer_client.balancing.windows import check_window
 
@@ -56,7 +56,7 @@ class Pass:
     """One `iter(loader)`, or one loop of the user's own, on this rank."""
 
     def __init__(self, counters: Counters, patience: float, *, by_hand: bool = False) -> None:
-        self.opened: Opened | None = None  # once the stream is
+        self.rounds: Rounds | None = None  # once the stream is
         self.number, self.submitted = -1, 0  # of the pass in its stream, on all ranks alike; of its rounds
         self.by_hand = by_hand  # submissions of the user's own, not an iterator
         self.over = False  # the loop has seen its end, which came on all ranks in the same round
@@ -76,14 +76,14 @@ class Pass:
         self._leaver: threading.Thread | None = None
         self._owner, self._process = threading.get_ident(), os.getpid()
 
-    def enter(self, opened: Opened) -> None:
+    def enter(self, rounds: Rounds) -> None:
         """Numbers the pass, on all ranks alike."""
-        self.opened, self.number, self.submitted = opened, opened.rounds.clock.pass_number, 0
+        self.rounds, self.number, self.submitted = rounds, rounds.clock.pass_number, 0
 
     @property
     def next_round(self) -> int:
         """The number of the round that is submitted next."""
-        return -1 if self.opened is None else self.opened.rounds.clock.first_round + self.submitted
+        return -1 if self.rounds is None else self.rounds.clock.first_round + self.submitted
 
     @property
     def taken(self) -> int:
@@ -98,22 +98,22 @@ class Pass:
 
     def submit(self, ticket: Ticket, device: Device) -> None:
         """Contributes to the next round."""
-        assert self.opened is not None
+        assert self.rounds is not None
         self.submitted += 1
         self._tickets.append(ticket)
         self._device = self._device if device is None else device
-        self.opened.rounds.put(ticket)
+        self.rounds.put(ticket)
 
     def start(
         self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive, device: Device, batch: int
     ) -> Pending:
         """Starts the move of a batch, which must be the next one."""
-        assert self.opened is not None
+        assert self.rounds is not None
         while self._tickets and self._tickets[0] is not ticket and _is_dropped(self._tickets[0]):
             self._forget()
         if not self._tickets or self._tickets[0] is not ticket or directive.batches[ticket.started] != batch:
             self.leave(out_of_order=True)
-            raise out_of_order(self.opened.communicators.rank)
+            raise out_of_order(self.rounds.communicators.rank)
         for flat in flats:
             flat.check_unchanged()
         self._device = self._goes_to(flats, device)
@@ -133,8 +133,8 @@ class Pass:
         if self.left or os.getpid() != self._process:
             return
         self.left = True
-        if self.opened is not None and not self.over and self._farewell is None:
-            self.announce_end(self.opened, out_of_order=out_of_order)
+        if self.rounds is not None and not self.over and self._farewell is None:
+            self.announce_end(self.rounds, out_of_order=out_of_order)
         _ = self.taken
         while self._tickets and _moves_nothing(self._tickets[0]):
             self._forget()
@@ -156,20 +156,20 @@ class Pass:
         if threading.get_ident() == self._owner:
             self._drained.wait(LEAVE_SECONDS)
 
-    def announce_end(self, opened: Opened, *, out_of_order: bool = False) -> Ticket:
+    def announce_end(self, rounds: Rounds, *, out_of_order: bool = False) -> Ticket:
         """Tells the lead that this rank's data ends the loops of all ranks; batches submitted before are trained."""
         contribution = Contribution(
             state=State.LEFT, taken=self.taken, out_of_order=out_of_order, extras=Extras(problem=self.problem)
         )
         self._farewell = Ticket(self.number, contribution)
-        opened.rounds.put(self._farewell)
+        rounds.put(self._farewell)
         return self._farewell
 
-    def leave_late(self, opened: Opened, seconds: float) -> None:
+    def leave_late(self, rounds: Rounds, seconds: float) -> None:
         """Leaves a loop that was over on this rank before the stream was open: the others may be in it."""
         self.left = False
         self._drained.clear()
-        self.enter(opened)
+        self.enter(rounds)
         self.leave()
         if not self.settle(seconds):
             raise TimeoutError("an interrupted loop has not ended on all ranks")
@@ -190,8 +190,8 @@ class Pass:
                     pending.wait()
                 while self._tickets:
                     ticket = self._tickets[0]
-                    if self.opened is not None:
-                        self.opened.rounds.want(ticket)  # the others wait for what was agreed on
+                    if self.rounds is not None:
+                        self.rounds.want(ticket)  # the others wait for what was agreed on
                     if (error := ticket.future.exception(self._patience)) is not None:
                         # The end on all ranks, of which the loop may have heard.
                         self.failure = None if self.over else error
@@ -224,7 +224,7 @@ class Pass:
 
     def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive) -> Pending:
         """Starts to move the samples of a ticket's next batch."""
-        assert self.opened is not None
+        assert self.rounds is not None
         batch = directive.batches[ticket.started]
         is_empty = not directive.reports[batch].samples  # on all ranks
         template = flats[0].empty() if is_empty and flats else directive.template
@@ -238,7 +238,7 @@ class Pass:
             piece = replace(piece, source_totals=np.zeros((len(piece.sources), samples.num_jagged), np.int64))
         if (cuts := directive.plan.cuts_in(batch)) is not None:
             samples = cut(samples, cuts)
-        group = self.opened.communicators.data if directive.moves else None
+        group = self.rounds.communicators.data if directive.moves else None
         pending = start_moving(samples, piece, group=group, device=self._device)
         self._counters.redistribution_seconds += time.perf_counter() - began
         return pending
@@ -246,7 +246,7 @@ class Pass:
     def _goes_to(self, flats: Sequence[FlatBatch], device: Device) -> torch.device | None:
         """Where the result of a move is; None where the batch is, if nobody knows yet where that is."""
         if device is None:
-            to_gpu = self.opened is not None and self.opened.to_gpu
+            to_gpu = self.rounds is not None and self.rounds.to_gpu
             return _gpu_of(flats) if to_gpu else next((one.device for one in flats if one.device is not None), None)
         where = torch.device(device)
         return torch.device("cuda", torch.cuda.current_device()) if where == torch.device("cuda") else where
@@ -262,7 +262,7 @@ class BatchStream:
     def __init__(self, config: StreamConfig) -> None:
         self._config = config
         self._pass: Pass | None = None
-        self._opened: Opened | None = None
+        self._rounds: Rounds | None = None
         self._opening: Opening | None = None
         self._attempted: Pass | None = None  # in which this rank has tried to open the stream
         self._unopened: list[Pass] = []  # left before the stream was open, as an interrupted loop's
@@ -271,19 +271,19 @@ class BatchStream:
         self.counters, self.measured = Counters(), Measured()
 
     def __del__(self) -> None:
-        opened: Opened | None = getattr(self, "_opened", None)
+        rounds: Rounds | None = getattr(self, "_rounds", None)
         # In the background, as closing waits for other ranks; from wherever it is collected, so without locks.
-        if opened is None or os.getpid() != self._process or sys.is_finalizing():
+        if rounds is None or os.getpid() != self._process or sys.is_finalizing():
             return
-        if len(opened.communicators.peers) > 1:
-            opened.communicators.closed = True
+        if len(rounds.communicators.peers) > 1:
+            rounds.communicators.closed = True
             with suppress(RuntimeError):  # no thread to be had
                 _thread.start_new_thread(self.close, ())
 
     @property
     def options(self) -> BalanceOptions:
         """Rank 0's options once the stream is open, before that this rank's."""
-        return self._config.options if self._opened is None else self._opened.options
+        return self._config.options if self._rounds is None else self._rounds.options
 
     def begin(self, *, by_hand: bool = False) -> Pass:
         """Begins a pass, after leaving the one before if that has not ended; a submission does so where there is none.
@@ -297,14 +297,14 @@ class BatchStream:
                 raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
             if before.failure is not None:
                 raise before.failure
-            if before.opened is None and not before.over:
+            if before.rounds is None and not before.over:
                 self._unopened.append(before)
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._opened is not None and self._opened.world is not world:
+        if self._rounds is not None and self._rounds.world is not world:
             self.close()  # of a process group that is no more, or of the time before there was one
         self._pass = Pass(self.counters, self.options.patience, by_hand=by_hand)
-        if self._opened is not None:
-            self._pass.enter(self._opened)
+        if self._rounds is not None:
+            self._pass.enter(self._rounds)
         return self._pass
 
     def go_on_by_hand(self) -> None:
@@ -334,7 +334,7 @@ class BatchStream:
         if current is None or current.left:
             return
         current.problem = f"{type(error).__name__}: {error}"
-        if self._opened is not None or self._attempted is current:
+        if self._rounds is not None or self._attempted is current:
             return
         logger.error(
             "%s: this rank's first batch cannot be read (%s); the loops of all ranks end", self._config.loader,
@@ -347,7 +347,7 @@ class BatchStream:
 
     def open(self, batches: Sequence[Any], spec: BatchSpec | None, device: Device) -> None:
         """Meets all ranks, unless they have, as the first submission does; `batches` come later. Collective."""
-        if self._opened is None:
+        if self._rounds is None:
             self._open(flatten(batches[0], spec) if batches else None, device)
 
     def submit_window(
@@ -380,7 +380,7 @@ class BatchStream:
             NoDataError: If no rank has ever had a batch; on all ranks.
         """
         if not batches:
-            flat = self._open(None, device).rounds.template
+            flat = self._open(None, device).template
             return self._submit(Contribution(state=State.EXHAUSTED, drop_last=drop_last), (flat,), device)
         try:
             flats = tuple(flatten(batch, spec) for batch in batches)
@@ -389,17 +389,17 @@ class BatchStream:
             raise
         for flat in flats:
             flat.watch()
-        opened = self._open(_first_of(flats), device)
-        if len(flats) > (window := opened.options.window):
+        rounds = self._open(_first_of(flats), device)
+        if len(flats) > (window := rounds.options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
         if isinstance(learned := getattr(cost, "function", cost), LearnedCost):
             self._follow_fit(learned)
         check_window(flats)
         samples, problem = read_round(
-            batches, flats, template=opened.rounds.template, cost=cost, memory=memory, users=users,
-            caps=opened.options.memory_caps,
-            split=opened.options.split is not None,
-            shares=len(opened.communicators.peers) * window,  # sums over all ranks and batches stay exact
+            batches, flats, template=rounds.template, cost=cost, memory=memory, users=users,
+            caps=rounds.options.memory_caps,
+            split=rounds.options.split is not None,
+            shares=len(rounds.communicators.peers) * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip
         contribution = Contribution(
             samples=samples, drop_last=drop_last, invalid=bool(problem), extras=Extras(problem=problem)
@@ -415,8 +415,8 @@ class BatchStream:
 
     def _wait(self, ticket: Ticket) -> Directive:
         """Waits for a directive, of which the loop may not hear yet."""
-        if not ticket.future.done() and self._opened is not None:
-            self._opened.rounds.want(ticket)
+        if not ticket.future.done() and self._rounds is not None:
+            self._rounds.want(ticket)
         started = time.perf_counter()
         try:
             return ticket.future.result(self.options.patience)
@@ -480,13 +480,13 @@ class BatchStream:
 
         Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
         """
-        current, opened = self._pass, self._opened
-        if current is None or opened is None or current.ended_by is None:
+        current, rounds = self._pass, self._rounds
+        if current is None or rounds is None or current.ended_by is None:
             return
         decision, current.ended_by = current.ended_by.decision, None
         if decision.reason is not Reason.LEFT:
             return
-        rank = opened.communicators.rank
+        rank = rounds.communicators.rank
         first = next((other for other in range(rank) if other not in decision.ranks), rank)
         quiet = (self._logged_end or rank != first) and not decision.problem
         logger.log(
@@ -500,18 +500,18 @@ class BatchStream:
     def close(self) -> None:
         """Leaves the loop and ends the threads; the process groups are kept for the next stream of these ranks."""
         current, self._pass = self._pass, None
-        opened, self._opened = self._opened, None
+        rounds, self._rounds = self._rounds, None
         opening, self._opening = self._opening, None
-        if opened is None and opening is not None:  # of a loop that was interrupted
+        if rounds is None and opening is not None:  # of a loop that was interrupted
             with suppress(Exception):
-                opened = opening.opened if opening.error(CLOSE_SECONDS) is None else None
-        if opened is None:
+                rounds = opening.rounds if opening.error(CLOSE_SECONDS) is None else None
+        if rounds is None:
             return
-        opened.communicators.closed = True
-        if current is not None and current.opened is None:
+        rounds.communicators.closed = True
+        if current is not None and current.rounds is None:
             self._unopened.append(current)
         with suppress(TimeoutError):
-            self._leave_unopened(opened, CLOSE_SECONDS / 2)
+            self._leave_unopened(rounds, CLOSE_SECONDS / 2)
         if current is not None:
             current.leave()
 
@@ -520,10 +520,10 @@ class BatchStream:
                 if not current.settle(seconds):
                     return False
                 if current.failure is not None and current.move_failed:
-                    opened.rounds.fail(current.failure)  # wakes who waits for collectives to which nobody comes
-            if not opened.rounds.close(seconds):
+                    rounds.fail(current.failure)  # wakes who waits for collectives to which nobody comes
+            if not rounds.close(seconds):
                 return False
-            opened.communicators.release()
+            rounds.communicators.release()
             return True
 
         if not end(CLOSE_SECONDS / 2):
@@ -531,13 +531,13 @@ class BatchStream:
 
     # ------------------------------------------------------------------ inside
 
-    def _open(self, flat: FlatBatch | None, device: Device) -> Opened:
+    def _open(self, flat: FlatBatch | None, device: Device) -> Rounds:
         """Meets all ranks once: options, schema; a rank without any batch gets an empty one. Collective."""
         current = self._pass
         if current is None or current.over or current.left:
             current = self.begin()
-        if self._opened is not None:
-            return self._opened
+        if self._rounds is not None:
+            return self._rounds
         self._attempted = current
         if self._opening is None:
             self._process, measured = os.getpid(), self.measured  # not this stream, which its lead must not keep
@@ -549,23 +549,23 @@ class BatchStream:
             self._opening = None
             current.over |= isinstance(error, NoDataError)  # on all ranks
             raise error
-        self._opened = self._opening.opened
+        self._rounds = self._opening.rounds
         self._opening = None
-        self._leave_unopened(self._opened, self.options.patience)
-        current.enter(self._opened)  # before what may fail here, as the others are in it and are to hear of it
-        load_on_device("cuda" if device is None and self._opened.to_gpu else device)
-        return self._opened
+        self._leave_unopened(self._rounds, self.options.patience)
+        current.enter(self._rounds)  # before what may fail here, as the others are in it and are to hear of it
+        load_on_device("cuda" if device is None and self._rounds.to_gpu else device)
+        return self._rounds
 
-    def _leave_unopened(self, opened: Opened, seconds: float) -> None:
+    def _leave_unopened(self, rounds: Rounds, seconds: float) -> None:
         """Leaves loops that were over here before the stream was open, where others may be: one by one."""
         while self._unopened:
-            self._unopened.pop(0).leave_late(opened, seconds)
+            self._unopened.pop(0).leave_late(rounds, seconds)
 
     def _submit(self, contribution: Contribution, flats: tuple[FlatBatch, ...], device: Device) -> Ticket:
         """Completes a contribution by what the stream knows, and contributes it."""
-        current, opened = self._pass, self._opened
-        assert current is not None and opened is not None  # noqa: PT018
-        first, template = _first_of(flats), opened.rounds.template
+        current, rounds = self._pass, self._rounds
+        assert current is not None and rounds is not None  # noqa: PT018
+        first, template = _first_of(flats), rounds.template
         facts: dict[str, Any] = {"measured": self.measured.take()}
         extras: dict[str, Any] = {}
         if len(contribution.samples):
@@ -577,7 +577,7 @@ class BatchStream:
             extras["resumed"], current.resumed = current.resumed, None
         if (learned := self.measured.learns) is not None and (rows := self.measured.take_rows()) is not None:
             extras |= {"term_names": tuple(learned.terms.names), "term_rows": rows}
-        if opened.communicators.peers.shape[1] > 1:
+        if rounds.communicators.peers.shape[1] > 1:
             facts["copy"] = digest_of_copy(flats, contribution, values=current.next_round == 0)
         contribution = replace(contribution, extras=replace(contribution.extras, **extras), **facts)
         ticket = Ticket(current.number, contribution, flats, self.measured)
@@ -586,11 +586,11 @@ class BatchStream:
 
     def _follow_fit(self, cost: LearnedCost) -> None:
         """Lets a learned cost follow what all ranks' do in the round that is to be submitted."""
-        assert self._opened is not None
+        assert self._rounds is not None
         assert self._pass is not None
-        if (ticket := self._pass.in_flight(self._opened.options.depth)) is not None:
+        if (ticket := self._pass.in_flight(self._rounds.options.depth)) is not None:
             self._wait(ticket)  # whose directive may bring the fit of the round to come
-        cost.fit = self._opened.rounds.fit_at(self._pass.next_round)
+        cost.fit = self._rounds.fit_at(self._pass.next_round)
 
 
 def check_device(device: Any) -> None:

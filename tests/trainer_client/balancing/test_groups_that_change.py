@@ -184,11 +184,11 @@ def one_after_the_other(rank: int, address: str | None, how: str) -> Any:
                 if how == "left" and step == 2 + rank:
                     break
         modes.append(seen)
-        opened = balancer.stream()._opened
+        opened = balancer.stream()._rounds
         assert opened is not None
         pairs.append(id(opened.communicators))
         # what a stream remembers of rounds does not grow with them
-        assert len(opened.rounds._open) <= balancer.stream().options.depth + 1  # type: ignore[attr-defined]
+        assert len(opened._open) <= balancer.stream().options.depth + 1  # type: ignore[attr-defined]
         del opened
         del balancer, loader  # and nothing else
         if how == "left":

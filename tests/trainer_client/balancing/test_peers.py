@@ -54,7 +54,7 @@ def groups_and_caps(rank: int) -> list[Any]:
     for balancer in balancers:
         with balancer:
             found.append(steps_of(BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)))
-            pairs.append(id(balancer.stream()._opened.communicators.up))  # type: ignore[union-attr]
+            pairs.append(id(balancer.stream()._rounds.communicators.up))  # type: ignore[union-attr]
     return [*found, pairs]
 
 
