@@ -252,21 +252,18 @@ class Balancer:
         check_device(device)
         stream = self.stream(loader)
         spec = self._specs.get(loader) if spec is None else spec
-        directive = stream.directive(ticket)
-        if directive.ended:
-            stream.say_end()
+        if stream.directive(ticket).ended:
             return None
-        flats = ticket.flats
         if batch is not None:
             # of a batch without samples the ticket has the fields that other ranks know
             samples = ticket.contribution.samples
             lengths = np.asarray(samples.lengths, dtype=np.int64) if len(samples) else None
             try:
-                flats = (flatten(batch, spec, lengths=lengths, allow_sync=lengths is None),)
+                ticket.flats = (flatten(batch, spec, lengths=lengths, allow_sync=lengths is None),)
             except Exception:
                 stream.leave()  # the others have begun to move, which is done here with what was submitted
                 raise
-        return stream.start(ticket, directive, device, flats=flats).wait().unflatten(spec)
+        return stream.start(ticket, device).wait().unflatten(spec)
 
     def leave(self, *, loader: str = "train") -> None:
         """Leaves a loop of submissions before its end, or ends one that may be followed by another.

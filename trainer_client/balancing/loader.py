@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -44,9 +44,7 @@ class _Window:
     ticket: Ticket
     begin: Position
     end: Position
-    directive: Directive | None = None
-    left: deque[int] = field(default_factory=deque)  # batches of it that have not been started yet
-    done: int = 0  # batches of it that have, here or before the state that the loop went on from
+    done: int = 0  # batches of it that were trained before the state that the loop went on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +299,6 @@ class BalancedLoader(Generic[B]):
                         raise loop.failures.pop()  # whose traceback leads to the loop: not to be kept there
                     if loop.end.decision.reason is not Reason.LEFT:
                         self._finish_pass(loop.source)
-                    loop.stream.say_end()
                     return
                 moving = following
         except NoDataError:  # on all ranks
@@ -387,7 +384,7 @@ class _Loop:
         """Reads and submits until `depth` windows are in flight; raises if this loop is no longer the stream's."""
         stream = self.stream
         stream.check(self.current)
-        left = 0 if self._window is None else len(self._window.left)
+        left = 0 if self._window is None else len(self._window.ticket.left)
         while self.end is None and not self.failures:
             options = stream.options
             ahead = left + len(self._collected) + len(self._submitted) * options.window
@@ -417,7 +414,8 @@ class _Loop:
         end = source.position
         ticket = self._submit([one for one in self._collected if one is not _NO_MORE])
         begin, self._here, self._collected = self._here, end, []
-        self._submitted.append(_Window(ticket, begin, self._here))
+        self._submitted.append(_Window(ticket, begin, self._here, done=self._skipped))
+        self._skipped = 0
 
     def _submit(self, batches: list[Any]) -> Ticket:
         loader, source = self._loader, self.source
@@ -428,26 +426,22 @@ class _Loop:
 
     def start_next(self) -> _Moving | None:
         """Starts to move the batch that is next; None if nothing is left that was submitted."""
-        while self._window is None or not self._window.left:
+        while self._window is None or not self._window.ticket.left:
             if not self._submitted:
                 return None
-            self._window = window = self._submitted.popleft()
-            window.directive = self.stream.directive(window.ticket)
-            if window.directive.ended:  # on all ranks in this round, and so has what was submitted after it
-                self.end = window.directive
+            self._window = self._submitted.popleft()
+            directive = self.stream.directive(self._window.ticket)
+            if directive.ended:  # on all ranks in this round, and so has what was submitted after it
+                self.end = directive
                 self._submitted.clear()
                 return None
-            window.left.extend(window.directive.batches)
-            window.done, self._skipped = self._skipped, 0
-        window, directive = self._window, self._window.directive
-        assert directive is not None
-        batch = window.left.popleft()
-        pending = self.stream.start(window.ticket, directive, self._loader._device, batch=batch)
+        window, ticket = self._window, self._window.ticket
+        directive, batch = ticket.future.result(), ticket.left[0]
+        pending = self.stream.start(ticket, self._loader._device)
         self._batches += 1
-        window.done += 1
         state = LoaderState(name=self._loader.name, source=window.end, batches=self._batches)
-        if window.left:
-            for_states = {**(directive.broadcast.for_states or {}), "done": window.done}
+        if ticket.left:
+            for_states = {**(directive.broadcast.for_states or {}), "done": window.done + ticket.started}
             state = replace(state, source=window.begin, window=for_states)
         return _Moving(pending, directive.reports[batch], directive.splits(batch), state)
 

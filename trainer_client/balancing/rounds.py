@@ -61,6 +61,12 @@ class Ticket:
         return self.future.result() if self.future.done() and self.future.exception() is None else None
 
     @property
+    def left(self) -> tuple[int, ...]:
+        """Batches of the round that are trained and whose move has not begun; none before its directive is known."""
+        directive = self.directive
+        return () if directive is None else directive.batches[self.started :]
+
+    @property
     def report(self) -> RoundReport:
         """What balancing did for the batch, which has been redistributed; its `loss_scale` is that of the batch.
 

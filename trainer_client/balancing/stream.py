@@ -28,6 +28,7 @@ from trainer_client.balancing.batches.schema import digest as shared_digest
 from trainer_client.balancing.contribution import Contribution, Extras, State, schema_number
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.directive import Directive
 from trainer_client.balancing.errors import NoDataError, out_of_order, used_after, used_closed
 from trainer_client.balancing.opening import Opening
@@ -60,7 +61,7 @@ class Pass:
         self.number, self.submitted = -1, 0  # of the pass in its stream, on all ranks alike; of its rounds
         self.by_hand = by_hand  # submissions of the user's own, not an iterator
         self.over = False  # the loop has seen its end, which came on all ranks in the same round
-        self.ended_by: Directive | None = None  # where it had data; until that is said
+        self.attempted = False  # it has tried to open the stream
         self.left, self.problem = False, ""  # this rank has left the loop, and why, for the others to hear
         self.resumed: Resumed | None = None  # from where it goes on, until its first round
         self.latest: Ticket | None = None  # whose batch was started last
@@ -104,22 +105,20 @@ class Pass:
         self._device = self._device if device is None else device
         self.rounds.put(ticket)
 
-    def start(
-        self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive, device: Device, batch: int
-    ) -> Pending:
-        """Starts the move of a batch, which must be the next one."""
+    def start(self, ticket: Ticket, device: Device) -> Pending:
+        """Starts the move of a ticket's next batch; tickets come in the order of their submission."""
         assert self.rounds is not None
         while self._tickets and self._tickets[0] is not ticket and _is_dropped(self._tickets[0]):
             self._forget()
-        if not self._tickets or self._tickets[0] is not ticket or directive.batches[ticket.started] != batch:
+        if not self._tickets or self._tickets[0] is not ticket:
             self.leave(out_of_order=True)
             raise out_of_order(self.rounds.communicators.rank)
-        for flat in flats:
+        for flat in ticket.flats:
             flat.check_unchanged()
-        self._device = self._goes_to(flats, device)
+        self._device = self._goes_to(ticket.flats, device)
         _ = self.taken  # lets go of batches that the loop has got
         self.latest = ticket
-        pending = self._start(flats, ticket, directive)
+        pending = self._start(ticket)
         self.started += 1
         self._moves.append(pending)
         return pending
@@ -158,21 +157,9 @@ class Pass:
 
     def announce_end(self, rounds: Rounds, *, out_of_order: bool = False) -> Ticket:
         """Tells the lead that this rank's data ends the loops of all ranks; batches submitted before are trained."""
-        contribution = Contribution(
-            state=State.LEFT, taken=self.taken, out_of_order=out_of_order, extras=Extras(problem=self.problem)
-        )
-        self._farewell = Ticket(self.number, contribution)
+        self._farewell = _farewell(self.number, self.problem, taken=self.taken, out_of_order=out_of_order)
         rounds.put(self._farewell)
         return self._farewell
-
-    def leave_late(self, rounds: Rounds, seconds: float) -> None:
-        """Leaves a loop that was over on this rank before the stream was open: the others may be in it."""
-        self.left = False
-        self._drained.clear()
-        self.enter(rounds)
-        self.leave()
-        if not self.settle(seconds):
-            raise TimeoutError("an interrupted loop has not ended on all ranks")
 
     def settle(self, seconds: float | None = None) -> bool:
         """Waits until nothing of a pass that was left is in flight on this rank, or its last moves have failed."""
@@ -202,7 +189,7 @@ class Pass:
                     if not directive.moves:
                         self._forget()
                         continue
-                    self._start(ticket.flats, ticket, directive).wait()
+                    self._start(ticket).wait()
             if farewell is not None:
                 farewell.exception(self._patience)
         except BaseException as error:
@@ -222,15 +209,14 @@ class Pass:
         """Lets go of a ticket, and of its batches."""
         self._tickets.popleft().flats = ()
 
-    def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive) -> Pending:
-        """Starts to move the samples of a ticket's next batch."""
+    def _start(self, ticket: Ticket) -> Pending:
         assert self.rounds is not None
-        batch = directive.batches[ticket.started]
+        directive, flats, batch = ticket.future.result(), ticket.flats, ticket.left[0]
         is_empty = not directive.reports[batch].samples  # on all ranks
         template = flats[0].empty() if is_empty and flats else directive.template
         assert template is not None
         ticket.started += 1
-        if ticket.started == len(directive.batches):
+        if not ticket.left:
             self._forget()
         began = time.perf_counter()
         samples, piece = _samples_of(directive, flats, batch, template), directive.plan.slices[batch]
@@ -264,8 +250,7 @@ class BatchStream:
         self._pass: Pass | None = None
         self._rounds: Rounds | None = None
         self._opening: Opening | None = None
-        self._attempted: Pass | None = None  # in which this rank has tried to open the stream
-        self._unopened: list[Pass] = []  # left before the stream was open, as an interrupted loop's
+        self._unopened: list[str] = []  # why loops were over before the stream was open, as interrupted ones
         self._process = os.getpid()
         self._logged_end = False
         self.counters, self.measured = Counters(), Measured()
@@ -298,13 +283,13 @@ class BatchStream:
             if before.failure is not None:
                 raise before.failure
             if before.rounds is None and not before.over:
-                self._unopened.append(before)
+                self._unopened.append(before.problem)
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._rounds is not None and self._rounds.world is not world:
             self.close()  # of a process group that is no more, or of the time before there was one
         self._pass = Pass(self.counters, self.options.patience, by_hand=by_hand)
         if self._rounds is not None:
-            self._pass.enter(self._rounds)
+            self._enter(self._pass, self._rounds)
         return self._pass
 
     def go_on_by_hand(self) -> None:
@@ -334,7 +319,7 @@ class BatchStream:
         if current is None or current.left:
             return
         current.problem = f"{type(error).__name__}: {error}"
-        if self._rounds is not None or self._attempted is current:
+        if self._rounds is not None or current.attempted:
             return
         logger.error(
             "%s: this rank's first batch cannot be read (%s); the loops of all ranks end", self._config.loader,
@@ -409,8 +394,8 @@ class BatchStream:
     def directive(self, ticket: Ticket) -> Directive:
         """What this rank is to do with a round; waits for it, and raises what has ended the rounds."""
         directive = self._wait(ticket)
-        if directive.ended and (current := self._ended(ticket)) and ticket.contribution.state is not State.EXHAUSTED:
-            current.ended_by = directive
+        if directive.ended and (current := self._ended(ticket)) and ticket.contribution.state is State.DATA:
+            self._say_end(current, directive.decision)
         return directive
 
     def _wait(self, ticket: Ticket) -> Directive:
@@ -442,28 +427,17 @@ class BatchStream:
         current.over = True
         return current
 
-    def start(
-        self,
-        ticket: Ticket,
-        directive: Directive,
-        device: Device = None,
-        *,
-        batch: int = 0,
-        flats: Sequence[FlatBatch] | None = None,
-    ) -> Pending:
-        """Starts to move the samples of a batch as the lead has directed; each batch once, in order, on all ranks.
+    def start(self, ticket: Ticket, device: Device = None) -> Pending:
+        """Starts to move the samples of a window's next batch as the lead has directed: called once for each, in order.
 
         Args:
-            ticket: What `submit_window` returned for it.
-            directive: What `directive` gave for it.
+            ticket: What `submit_window` returned; `directive(ticket).batches` are those that are trained.
             device: Where the result shall be; default: where the batch is.
-            batch: Which batch of the window, 0 to `len(directive.reports)` - 1.
-            flats: The flattened batches of the window; default: those that were submitted.
 
         Returns:
             The move in flight; its `wait()` gives the batch that this rank trains, sorted by (home, index at home).
         """
-        if directive.ended:
+        if self.directive(ticket).ended:
             raise RuntimeError(f"the loop over {self._config.loader!r} has ended on all ranks; nothing moves any more")
         current = self._pass
         if current is None:
@@ -473,27 +447,23 @@ class BatchStream:
         latest = current.latest if current.by_hand else None
         if latest is not None and latest.unasked and latest.future.result().plan.splits:
             warn_of_unasked_splits(self._config.loader)
-        return current.start(ticket.flats if flats is None else flats, ticket, directive, device, batch)
+        return current.start(ticket, device)
 
-    def say_end(self) -> None:
-        """Says of a loop that ends now if that is because another rank has left its own, while this one had data.
+    def _say_end(self, current: Pass, decision: Decision) -> None:
+        """Says of a loop that ends if that is because another rank has left its own, while this one had data.
 
         Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
         """
-        current, rounds = self._pass, self._rounds
-        if current is None or rounds is None or current.ended_by is None:
+        if current.rounds is None or decision.reason is not Reason.LEFT:
             return
-        decision, current.ended_by = current.ended_by.decision, None
-        if decision.reason is not Reason.LEFT:
-            return
-        rank = rounds.communicators.rank
+        rank = current.rounds.communicators.rank
         first = next((other for other in range(rank) if other not in decision.ranks), rank)
         quiet = (self._logged_end or rank != first) and not decision.problem
         logger.log(
             logging.INFO if quiet else logging.WARNING,
             "%s: rank %d has left its loop%s, which ends the loops of all ranks, this one after %d; batches loaded "
             "ahead are dropped", self._config.loader, decision.ranks[0],
-            f" ({decision.problem})" if decision.problem else f" after {decision.taken} batches", current.taken,
+            f" ({decision.problem})" if decision.problem else f" after {decision.taken} batches", current.started,
         )  # fmt: skip
         self._logged_end = True
 
@@ -509,7 +479,7 @@ class BatchStream:
             return
         rounds.communicators.closed = True
         if current is not None and current.rounds is None:
-            self._unopened.append(current)
+            self._unopened.append(current.problem)
         with suppress(TimeoutError):
             self._leave_unopened(rounds, CLOSE_SECONDS / 2)
         if current is not None:
@@ -538,7 +508,7 @@ class BatchStream:
             current = self.begin()
         if self._rounds is not None:
             return self._rounds
-        self._attempted = current
+        current.attempted = True
         if self._opening is None:
             self._process, measured = os.getpid(), self.measured  # not this stream, which its lead must not keep
             self._opening = Opening(
@@ -551,15 +521,23 @@ class BatchStream:
             raise error
         self._rounds = self._opening.rounds
         self._opening = None
-        self._leave_unopened(self._rounds, self.options.patience)
-        current.enter(self._rounds)  # before what may fail here, as the others are in it and are to hear of it
+        self._enter(current, self._rounds)  # before what may fail here, as the others are in it and are to hear of it
         load_on_device("cuda" if device is None and self._rounds.to_gpu else device)
         return self._rounds
+
+    def _enter(self, current: Pass, rounds: Rounds) -> None:
+        self._leave_unopened(rounds, self.options.patience)
+        current.enter(rounds)
 
     def _leave_unopened(self, rounds: Rounds, seconds: float) -> None:
         """Leaves loops that were over here before the stream was open, where others may be: one by one."""
         while self._unopened:
-            self._unopened.pop(0).leave_late(rounds, seconds)
+            farewell = _farewell(rounds.clock.pass_number, self._unopened.pop(0))
+            rounds.put(farewell)
+            try:
+                farewell.future.exception(seconds)
+            except TimeoutError:
+                raise TimeoutError("an interrupted loop has not ended on all ranks") from None
 
     def _submit(self, contribution: Contribution, flats: tuple[FlatBatch, ...], device: Device) -> Ticket:
         """Completes a contribution by what the stream knows, and contributes it."""
@@ -591,6 +569,12 @@ class BatchStream:
         if (ticket := self._pass.in_flight(self._rounds.options.depth)) is not None:
             self._wait(ticket)  # whose directive may bring the fit of the round to come
         cost.fit = self._rounds.fit_at(self._pass.next_round)
+
+
+def _farewell(pass_number: int, problem: str, *, taken: int = 0, out_of_order: bool = False) -> Ticket:
+    """By which the lead hears that this rank has left a pass."""
+    extras = Extras(problem=problem)
+    return Ticket(pass_number, Contribution(state=State.LEFT, taken=taken, out_of_order=out_of_order, extras=extras))
 
 
 def check_device(device: Any) -> None:

@@ -55,7 +55,7 @@ def submitted_to_a_device_that_is_not_there(_: int) -> int:
         stream.begin(by_hand=True)
         ticket = stream.submit_window([torch.arange(4)], cost=lambda batch: batch, device="cuda:99")
         with pytest.raises(Exception, match=r"CUDA|device"):
-            stream.start(ticket, stream.directive(ticket), "cuda:99").wait()
+            stream.start(ticket, "cuda:99").wait()
         return len(list(loader))
 
 

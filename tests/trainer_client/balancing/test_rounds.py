@@ -72,9 +72,8 @@ def _submits_by_hand(rank: int) -> list[list[int]]:
     with Balancer.embedded(options=BalanceOptions(window=4)) as balancer:
         stream = balancer.stream()
         ticket = stream.submit_window(batches, cost=lambda batch: batch["count"], spec=SPEC)
-        outcome = stream.directive(ticket)
-        for index in range(len(outcome.reports)):
-            moved = stream.start(ticket, outcome, batch=index).wait().unflatten()
+        for _ in stream.directive(ticket).batches:
+            moved = stream.start(ticket).wait().unflatten()
             trained.append(moved["id"].tolist())
         moved = balancer.redistribute(
             batches[0], balancer.submit(batches[0], cost=lambda batch: batch["count"], spec=SPEC), spec=SPEC

@@ -69,7 +69,7 @@ def run_program(seed: int, world_size: int, group: Any, device: torch.device | N
                 spec, own = specs[id(row[rank])], samples[number][rank]
                 batch = make(row[rank], own)
                 ticket = stream.submit_window([batch], cost=_cost, spec=spec, device=device)
-                flat = stream.start(ticket, stream.directive(ticket), device).wait()
+                flat = stream.start(ticket, device).wait()
                 if device is None and flat.totals.tolist() != flat.lengths.sum(0).tolist():
                     return f"round {number}: {flat.totals} values, of lengths {flat.lengths}"
                 moved = flat.unflatten(spec)
