@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (12698, 9500),
+    "evenkeel": (12689, 9500),
     "services": (4265, 4500),
     "services/balancer": (1789, 2000),
-    "trainer_client": (21181, 15000),
-    "trainer_client/balancing": (10941, 8000),
-    "tests": (25426, 20000),
+    "trainer_client": (21122, 15000),
+    "trainer_client/balancing": (10882, 8000),
+    "tests": (25424, 20000),
     "benchmarks": (8155, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

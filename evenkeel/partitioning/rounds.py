@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -192,8 +191,8 @@ class RoundOptions:
     split: SplitOptions | None = None
 
     def spreading(self) -> RoundOptions:
-        """The same without balancing, and without regard to memory."""
-        return replace(self, counts="free", memory_caps=(), stay=True, split=None)
+        """The same without balancing, and without regard to memory; it needs no compiled kernels."""
+        return replace(self, strategy="plain", counts="free", memory_caps=(), stay=True, split=None)
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: it is pickled in half the time
@@ -315,7 +314,7 @@ class RankPlan:
         steps: (n,) int32, the batch of the round that trains each of its own samples; None: as loaded.
         slices: Its part of each batch, over the own samples that the batch trains, in their order; over their parts
             where some are split.
-        figures: How even each batch is; empty where nothing was planned.
+        figures: How even each batch is.
         cuts: Per batch, the first items of the own samples' parts; None where none of them is split. Empty where no
             rank's is, in no batch.
         splits: Per batch, the split samples of all ranks, the same on all of them; empty as `cuts`.
@@ -326,14 +325,6 @@ class RankPlan:
     figures: tuple[Figures, ...] = ()
     cuts: tuple[NDArray[np.int64] | None, ...] = ()
     splits: tuple[tuple[SplitSample, ...], ...] = ()
-
-    @classmethod
-    def staying(cls, rank: int, samples: RankSamples, num_batches: int) -> RankPlan:
-        """That of a round in which every sample stays where it is, in the batch in which it was loaded."""
-        sizes = samples.batch_sizes or (len(samples),)
-        ends = np.cumsum([0, *sizes, *[0] * (num_batches - len(sizes))]).tolist()
-        lengths = (samples.lengths[begin:end] for begin, end in pairwise(ends))
-        return cls(steps=None, slices=tuple(Slice.staying(rank, own) for own in lengths))
 
     def cuts_in(self, batch: int) -> NDArray[np.int64] | None:
         """(parts,) the first items of the own samples' parts that a batch trains; None where none of them is split."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.rounds import Figures, RankPlan, RankSamples, RoundPlan
+from evenkeel.partitioning.rounds import Figures, RankPlan, RoundPlan
 from evenkeel.partitioning.slices import Slice, Slices
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from evenkeel.partitioning.splits import SplitSample, read_parts, read_splits
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from trainer_client.balancing.costs.fitting import Fit
 
 END = Decision(mode=Mode.END)
-NO_LOADS = np.zeros((0, 0))
 _F8, _I4, _I8, _U1 = (np.dtype(code) for code in ("<f8", "<i4", "<i8", "u1"))
 
 _HEADER = np.dtype(
@@ -51,8 +50,7 @@ class Broadcast:
     decision: Decision = END
     world_size: int = 1
     figures: tuple[Figures, ...] = ()  # of each batch of the round that some rank has
-    planned: bool = False  # samples may move
-    rebatched: bool = False  # and change their batch
+    rebatched: bool = False  # samples may change their batch
     num_fields: int = 0  # with lengths
     partition_seconds: float = 0.0
     wait_seconds: float = 0.0  # for which the lead waited for the service
@@ -97,33 +95,25 @@ class Directive:
         return self.plan.splits[batch] if self.plan.splits else ()
 
 
-def pack_directives(
-    broadcast: Broadcast,
-    *,
-    plan: RoundPlan | None = None,
-    slices: Slices | None = None,
-    loads: NDArray[np.float64] = NO_LOADS,
-) -> Bytes:
-    """(ranks, width) the directives of all ranks; without a plan every sample stays, with (batches, ranks) loads."""
-    home_loads = loads
-    if plan is not None and slices is not None:
-        home_loads, loads = plan.loads_before, plan.loads_after
-        broadcast = replace(
-            broadcast, planned=True, rebatched=plan.steps is not None, partition_seconds=plan.seconds,
-            figures=plan.batches, num_fields=slices.source_totals.shape[1],
-        )  # fmt: skip
+def pack_directives(broadcast: Broadcast, *, plan: RoundPlan | None = None, slices: Slices | None = None) -> Bytes:
+    """(ranks, width) the directives of all ranks; a round without a plan does not take place."""
+    if plan is None or slices is None:
+        return _Rows(broadcast.world_size, pack_changed(broadcast)).table()
+    broadcast = replace(
+        broadcast, rebatched=plan.steps is not None, partition_seconds=plan.seconds, figures=plan.batches,
+        num_fields=slices.source_totals.shape[1],
+    )  # fmt: skip
     rows = _Rows(broadcast.world_size, pack_changed(broadcast))
-    rows.add(np.stack([home_loads.T, loads.T], axis=2).astype("<f8", copy=False))
-    if plan is not None and slices is not None:
-        begins, source_begins = slices.home_begin, slices.source_begin[:: slices.num_batches]
-        rows.header["num_parts"], rows.header["num_sources"] = np.diff(begins), np.diff(source_begins)
-        rows.add(slices.destinations, begins)
-        rows.add(slices.steps if slices.steps is not None else np.zeros(0, "<i4"), begins)
-        if plan.parts is not None:
-            rows.add(plan.parts.begins, begins)
-        rows.add(np.diff(slices.source_begin).astype("<i4").reshape(broadcast.world_size, -1))
-        for array in (slices.sources, slices.source_counts, slices.source_totals):
-            rows.add(array, source_begins)
+    begins, source_begins = slices.home_begin, slices.source_begin[:: slices.num_batches]
+    rows.header["num_parts"], rows.header["num_sources"] = np.diff(begins), np.diff(source_begins)
+    rows.add(np.stack([plan.loads_before.T, plan.loads_after.T], axis=2).astype("<f8", copy=False))
+    rows.add(slices.destinations, begins)
+    rows.add(slices.steps if slices.steps is not None else np.zeros(0, "<i4"), begins)
+    if plan.parts is not None:
+        rows.add(plan.parts.begins, begins)
+    rows.add(np.diff(slices.source_begin).astype("<i4").reshape(broadcast.world_size, -1))
+    for array in (slices.sources, slices.source_counts, slices.source_totals):
+        rows.add(array, source_begins)
     return rows.table()
 
 
@@ -162,12 +152,10 @@ class _Rows:
         return table
 
 
-def read_directive(
-    row: Bytes, *, number: int, rank: int, samples: RankSamples, template: FlatBatch | None = None
-) -> Directive:
+def read_directive(row: Bytes, *, number: int, rank: int, template: FlatBatch | None = None) -> Directive:
     """Reads what `pack_directives` made for a rank of a round, behind which anything may follow.
 
-    `samples` are those that it has contributed, `template` is an empty batch of the round before.
+    `template` is an empty batch of the round before.
     """
     _, num_broadcast, num_parts, num_sources = row[: _HEADER.itemsize].view("<u4").tolist()
     at = _HEADER.itemsize
@@ -181,30 +169,24 @@ def read_directive(
     packed = take(_U1, num_broadcast)
     broadcast = Broadcast(**pickle.loads(packed.tobytes())) if num_broadcast else NO_BROADCAST
     decision, figures, count = broadcast.decision, broadcast.figures, len(broadcast.figures)
-    template = broadcast.template or template
     loads = take(_F8, count, 2).tolist()
-    if broadcast.planned:
-        destinations = take(_I4, num_parts)
-        steps = take(_I4, num_parts) if broadcast.rebatched else None
-        begins = take(_I8, num_parts if broadcast.pieces is not None else 0)
-        ends = np.cumsum(take(_I4, count)).tolist()
-        sources, counts = take(_I4, num_sources), take(_I4, num_sources)
-        totals = take(_I8, num_sources, broadcast.num_fields)
-        slices = tuple(
-            Slice(
-                rank=rank, destinations=destinations if steps is None else destinations[steps == batch],
-                sources=sources[begin:end], source_counts=counts[begin:end], source_totals=totals[begin:end],
-            )
-            for batch, (begin, end) in enumerate(pairwise([0, *ends]))
-        )  # fmt: skip
-        plan = RankPlan(steps=steps, slices=slices, figures=figures)
-        if broadcast.pieces is not None:
-            steps, parts = read_parts(begins, steps, count)
-            plan = replace(plan, steps=steps, cuts=parts, splits=read_splits(broadcast.pieces, count))
-    else:
-        if not len(samples) and template is not None:  # a rank whose data has ended has samples of no fields
-            samples = replace(samples, lengths=template.lengths)
-        plan = RankPlan.staying(rank, samples, count)
+    destinations = take(_I4, num_parts)
+    steps = take(_I4, num_parts) if broadcast.rebatched else None
+    begins = take(_I8, num_parts if broadcast.pieces is not None else 0)
+    ends = np.cumsum(take(_I4, count)).tolist()
+    sources, counts = take(_I4, num_sources), take(_I4, num_sources)
+    totals = take(_I8, num_sources, broadcast.num_fields)
+    slices = tuple(
+        Slice(
+            rank=rank, destinations=destinations if steps is None else destinations[steps == batch],
+            sources=sources[begin:end], source_counts=counts[begin:end], source_totals=totals[begin:end],
+        )
+        for batch, (begin, end) in enumerate(pairwise([0, *ends]))
+    )  # fmt: skip
+    plan = RankPlan(steps=steps, slices=slices, figures=figures)
+    if broadcast.pieces is not None:
+        steps, parts = read_parts(begins, steps, count)
+        plan = replace(plan, steps=steps, cuts=parts, splits=read_splits(broadcast.pieces, count))
     reports = tuple(
         RoundReport(
             round=number, batch=batch, mode=decision.mode, reason=decision.reason, ranks=decision.ranks,
@@ -215,4 +197,6 @@ def read_directive(
         )
         for batch, (one, (home_load, own_load)) in enumerate(zip(figures, loads, strict=True))
     )  # fmt: skip
-    return Directive(decision=decision, plan=plan, reports=reports, template=template, broadcast=broadcast)
+    return Directive(
+        decision=decision, plan=plan, reports=reports, template=broadcast.template or template, broadcast=broadcast
+    )

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
-from evenkeel.partitioning.api import evenness
 from evenkeel.partitioning.refinements import plan_round, slice_round
-from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Contributions, schema_number
 from trainer_client.balancing.decide import NAMES, Decision, Rules, decide, spread
-from trainer_client.balancing.directive import END, NO_LOADS, Broadcast, pack_directives
+from trainer_client.balancing.directive import END, Broadcast, pack_directives
 from trainer_client.balancing.errors import ResumeError, SchemaMismatchError
 from trainer_client.balancing.groups import Bytes
 from trainer_client.balancing.kernels import Kernels
@@ -48,7 +46,6 @@ class Round:
     asked: float = 0.0  # when that began, `time.perf_counter` seconds
     reason: Reason = Reason.NO_SERVICE  # why the lead plans
     plan: RoundPlan | None = None
-    loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) without a plan
     step_seconds: float = 0.0  # median of a step's computation, for people to see
     broadcast: Broadcast = field(default_factory=Broadcast)
 
@@ -173,7 +170,7 @@ class Lead:
                 if round_.plan is not None:
                     slices = slice_round(round_.plan, round_.samples, compiled=not round_.plain)
             broadcast.decision = round_.decision
-            table = pack_directives(broadcast, plan=round_.plan, slices=slices, loads=round_.loads)
+            table = pack_directives(broadcast, plan=round_.plan, slices=slices)
             self._templates.sent = broadcast.template or self._templates.sent
         except Exception as error:
             return pack_directives(Broadcast(decision=self._failed(round_.number, error), world_size=self.world_size))
@@ -194,49 +191,44 @@ class Planning(Stage):
         self._unplanned = 0
 
     def finish(self, round_: Round) -> None:
-        """Gives a round its plan, or its figures and the reason why it has none."""
+        """Gives a round its plan; says why, where nothing is balanced that should be."""
         samples = round_.samples
         assert samples is not None
-        if round_.plan is None and round_.decision.mode in (Mode.EMBEDDED, Mode.SPREAD):
+        if round_.plan is None and round_.decision.mode is Mode.EMBEDDED:
             self._plan(round_, samples)
-        reason = round_.decision.reason
-        if reason in (Reason.INVALID_COSTS, Reason.PARTITION_FAILED):
-            self._say_unplanned(round_.number, round_.decision)
-        if round_.plan is not None:
-            return
-        loads = samples.home_loads
-        unknown = np.full_like(loads, np.nan) if reason is Reason.INVALID_COSTS else loads
-        round_.broadcast.figures = _figures(unknown, samples, round_.options)
-        if reason is Reason.INVALID_COSTS:
-            loads[:, list(round_.decision.ranks)] = np.nan
-        round_.loads = loads
+        if round_.plan is None:  # samples stay, but for those that ranks with too few need
+            round_.plain, plan = True, plan_round(samples, round_.options.spreading())
+            round_.plan = replace(plan, seconds=0.0)
+        decision = round_.decision
+        if decision.reason in (Reason.INVALID_COSTS, Reason.PARTITION_FAILED):
+            self._say_unplanned(round_.number, decision)
+        if decision.reason is Reason.INVALID_COSTS and decision.mode is Mode.IDENTITY:
+            round_.plan = _without_loads(round_.plan, decision.ranks)
 
     def _plan(self, round_: Round, samples: RoundSamples) -> None:
-        options, decision = round_.options, round_.decision
+        options, decision, alone = round_.options, round_.decision, samples.num_ranks == 1
         if self._kernels is not None and not round_.plain:
             if self._kernels.ready:
                 self._kernels = None
             else:
                 round_.plain = True
+        if alone:  # samples stay; an error where they exceed the memory cap
+            round_.plain = True
         if round_.plain:
-            options = replace(options, strategy="plain", split=None)
-        if decision.mode is Mode.EMBEDDED:
-            try:
-                if samples.num_ranks > 1:
-                    round_.plan = plan_round(samples, options)
-                    reason = Reason.COMPILING if round_.plain else round_.reason
-                    round_.decision = replace(decision, reason=reason)
-                else:
-                    _check_alone(samples, options)
-                    round_.decision = replace(decision, mode=Mode.IDENTITY)
-            except PartitionError as error:
-                stays = Decision(
-                    mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, problem=str(error), batches=decision.batches,
-                    last=decision.last,
-                )  # fmt: skip
-                round_.decision = spread(stays, samples.batch_sizes, self._min_samples)
-        if round_.decision.mode is Mode.SPREAD:
-            round_.plan = plan_round(samples, options.spreading())
+            options = replace(options, strategy="plain", split=None, stay=alone)
+        try:
+            round_.plan = plan_round(samples, options)
+        except PartitionError as error:
+            stays = Decision(
+                mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, problem=str(error), batches=decision.batches,
+                last=decision.last,
+            )  # fmt: skip
+            round_.decision = spread(stays, samples.batch_sizes, self._min_samples)
+            return
+        if alone:
+            round_.decision = replace(decision, mode=Mode.IDENTITY)
+        else:
+            round_.decision = replace(decision, reason=Reason.COMPILING if round_.plain else round_.reason)
 
     def _say_unplanned(self, number: int, decision: Decision) -> None:
         """Said of the first, second, fourth, eighth…, as it may be every round."""
@@ -250,29 +242,15 @@ class Planning(Stage):
             logger.warning(text, number, self._name, self._unplanned, why)
 
 
-def _check_alone(samples: RoundSamples, options: RoundOptions) -> None:
-    """One rank keeps its samples; an error where they exceed its memory cap."""
-    if samples.memory is not None:  # which ranks send where there are caps
-        plan_round(samples, replace(options, strategy="plain", stay=True, split=None))
-
-
-def _figures(loads: NDArray[np.float64], samples: RoundSamples, options: RoundOptions) -> tuple[Figures, ...]:
-    """Those of batches that nobody has planned, with the bound of free counts, which holds for all counts."""
-    figures, rates = [], np.array(options.speeds or np.ones(samples.num_ranks))
-    batches = np.zeros(len(samples.costs), np.int64) if samples.steps is None else samples.steps
-    sizes = np.bincount(batches, samples.moving_sizes, samples.num_batches)
-    for batch, (row, size) in enumerate(zip(loads, sizes.tolist(), strict=True)):
-        largest, imbalance = evenness(row, rates if options.speeds else None)
-        if np.isnan(row).any():
-            largest = imbalance = np.nan
-        heaviest = float(samples.costs[batches == batch].max(initial=0))
-        bound = max(float(row.mean()) * len(row) / float(rates.sum()), heaviest / float(rates.max()))
-        figures.append(
-            Figures(
-                mean_load=float(row.mean()), max_load_before=largest, max_load_after=largest,
-                imbalance_before=imbalance, imbalance_after=imbalance, lower_bound=bound,
-                samples=int(samples.batch_sizes[:, batch].sum()), moved_samples=0, size=int(size), moved_size=0,
-                moved_size_between_nodes=0,
-            )
-        )  # fmt: skip
-    return tuple(figures)
+def _without_loads(plan: RoundPlan, ranks: Sequence[int]) -> RoundPlan:
+    """The plan of a round in which the costs of some ranks are unknown, and so how even it is."""
+    loads = plan.loads_before.copy()
+    loads[:, list(ranks)] = np.nan
+    figures = tuple(
+        replace(
+            one, mean_load=np.nan, max_load_before=np.nan, max_load_after=np.nan, imbalance_before=np.nan,
+            imbalance_after=np.nan, lower_bound=np.nan,
+        )
+        for one in plan.batches
+    )  # fmt: skip
+    return replace(plan, loads_before=loads, loads_after=loads, batches=figures)

@@ -319,10 +319,8 @@ class Rounds:
 
     def _directed(self, ticket: Ticket, row: Bytes) -> Directive:
         """Reads a directive, and goes on to where it leads."""
-        directive = read_directive(
-            row, number=ticket.number, rank=self.communicators.rank, samples=ticket.contribution.samples,
-            template=self.template,
-        )  # fmt: skip
+        rank = self.communicators.rank
+        directive = read_directive(row, number=ticket.number, rank=rank, template=self.template)
         assert directive.template is not None
         self.template = directive.template
         if directive.broadcast.fit is not None:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from evenkeel.partitioning.rounds import RoundPlan
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.errors import ResumeError
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.lead import Round, Stage
-from trainer_client.balancing.report import Reason
+from trainer_client.balancing.report import Mode, Reason
 from trainer_client.balancing.resume import REPEAT
 
 
@@ -56,7 +55,7 @@ class WindowStates(Stage):
         """Leaves out the batches that have been trained, if the window is divided as before."""
         if self._size == 1:
             return
-        digest = _digest(round_.plan)
+        digest = _digest(round_)
         if (window := self._known.pop(round_.number, None)) is not None:
             if digest != window["digest"]:
                 raise ResumeError(
@@ -76,9 +75,10 @@ class WindowStates(Stage):
         }
 
 
-def _digest(plan: RoundPlan | None) -> str:
-    """Names a plan; empty: every sample stays where it was loaded."""
-    if plan is None:
+def _digest(round_: Round) -> str:
+    """Names a round's plan; empty: every sample stays where it was loaded."""
+    plan = round_.plan
+    if plan is None or round_.decision.mode in (Mode.IDENTITY, Mode.DROP):
         return ""
     digest = hashlib.blake2b(plan.destinations.astype("<i4").tobytes(), digest_size=8)
     if plan.steps is not None:

@@ -18,7 +18,7 @@ from evenkeel.partitioning.rounds import RankSamples, RoundOptions
 from evenkeel.partitioning.splits import WIDTH, samples_of_parts
 from tests.evenkeel.partitioning.instances import round_of
 from tests.evenkeel.partitioning.test_same_everywhere import draw_round
-from trainer_client.balancing.batches import BatchSpec, flatten
+from trainer_client.balancing.batches import flatten
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, State
 from trainer_client.balancing.decide import Decision, Rules, decide
 from trainer_client.balancing.directive import Broadcast, Directive, pack_directives, read_directive
@@ -127,8 +127,8 @@ def test_directives_are_read_as_written(
     decision = Decision(mode=Mode.EMBEDDED, reason=Reason.NO_SERVICE, last=last)
     alike = Broadcast(decision=decision, world_size=len(samples), wait_seconds=0.5)
     table = pack_directives(alike, plan=plan, slices=slices)
-    for rank, own in enumerate(samples):
-        read = read_directive(table[rank], number=5, rank=rank, samples=own)
+    for rank in range(len(samples)):
+        read = read_directive(table[rank], number=5, rank=rank)
         assert read.decision == decision
         assert read.batches == tuple(range(len(plan.batches)))
         assert read.moves == any(figures.moved_samples > 0 for figures in plan.batches)
@@ -144,18 +144,17 @@ def test_directives_are_read_as_written(
             assert report.own_samples == wanted.source_counts.sum()
             assert (report.round, report.batch, report.wait_seconds) == (5, batch, 0.5)
         assert read.plan.figures == plan.batches
-    home = Decision(mode=Mode.IDENTITY, batches=(0,))
-    stays = Broadcast(decision=home, world_size=len(samples), figures=plan.batches)
-    table = pack_directives(stays, loads=plan.loads_before)
-    template = flatten({"n": torch.ones(1).long(), "v": torch.ones(1)}, BatchSpec(rows_per_sample={"v": "n"})).empty()
+    home = plan_round(gathered, options.spreading())
+    stays = Broadcast(decision=Decision(mode=Mode.IDENTITY, batches=(0,)), world_size=len(samples))
+    table = pack_directives(stays, plan=home, slices=slice_round(home, gathered, compiled=False))
     for rank, own in enumerate(samples):
-        read = read_directive(table[rank], number=0, rank=rank, samples=own, template=template)
+        read = read_directive(table[rank], number=0, rank=rank)
         assert read.batches == (0,)
+        assert not read.moves
         assert all((one.destinations == rank).all() for one in read.plan.slices)
         assert [one.own_samples for one in read.reports] == list(own.batch_sizes)
         assert all(one.home_load == one.own_load for one in read.reports)
-        if not len(own):
-            assert {one.source_totals.shape[1] for one in read.plan.slices} == {1}
+        assert {one.source_totals.shape[1] for one in read.plan.slices} == {gathered.lengths.shape[1]}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -170,7 +169,7 @@ def test_a_rank_reads_what_its_samples_are_cut_into(seed: int) -> None:
     alike = Broadcast(decision=Decision(mode=Mode.EMBEDDED), world_size=samples.num_ranks, pieces=pieces)
     table = pack_directives(alike, plan=plan, slices=slices)
     for rank, (begin, end) in enumerate(pairwise(slices.home_begin.tolist())):
-        read = read_directive(table[rank], number=0, rank=rank, samples=Contribution().samples)
+        read = read_directive(table[rank], number=0, rank=rank)
         for batch in range(samples.num_batches):
             cuts, parts = read.plan.cuts_in(batch), np.arange(begin, end)
             if slices.steps is not None:
@@ -187,7 +186,7 @@ def test_a_directive_without_a_plan_leaves_every_sample_at_home() -> None:
     error = ValueError("why")
     for decision in (Decision(mode=Mode.END, error=error), Decision(mode=Mode.END, reason=Reason.LEFT, ranks=(1,))):
         row = pack_directives(Broadcast(decision=decision, world_size=2))[1]
-        read = read_directive(row, number=0, rank=1, samples=Contribution().samples)
+        read = read_directive(row, number=0, rank=1)
         assert isinstance(read, Directive)
         assert read.ended
         assert read.splits(0) == ()
@@ -205,7 +204,7 @@ NOTHING_LEFT = Contribution(state=State.EXHAUSTED)
 
 
 def test_nothing_is_said_by_default() -> None:
-    assert read_directive(pack_directives(Broadcast())[0], number=0, rank=0, samples=one(count=0).samples).ended
+    assert read_directive(pack_directives(Broadcast())[0], number=0, rank=0).ended
     header = Contributions.of([Contribution()]).headers[0]
     assert [name for name in header.dtype.names if np.any(header[name])] == ["size"]
 

@@ -49,7 +49,7 @@ def of_stages(whole: Lead, stages: list[Stage]) -> Lead:
 def directives(one: Lead, number: int = 0, seconds: float = 0.0) -> list[Directive]:
     given = contributions(seconds)
     table = one.directives(one.begin(number, Contributions.of(given)))
-    return [read_directive(table[rank], number=number, rank=rank, samples=given[rank].samples) for rank in range(RANKS)]
+    return [read_directive(table[rank], number=number, rank=rank) for rank in range(RANKS)]
 
 
 def test_a_schema_that_came_shortly_before_is_known_however_many_there_are() -> None:
@@ -135,10 +135,10 @@ def test_what_changes_in_a_round_that_nobody_hears_of_is_heard_in_the_next(fails
     unheard = one.begin(0, Contributions.of(given))  # the pass has ended before, unless it fails
     if fails:
         unheard.options = None  # type: ignore[assignment]  # which no stage can do with
-        assert read_directive(one.directives(unheard)[0], number=0, rank=0, samples=given[0].samples).ended
+        assert read_directive(one.directives(unheard)[0], number=0, rank=0).ended
     again = [replace(each, extras=Extras()) for each in given]
     table = one.directives(one.begin(1, Contributions.of(again)))
-    read = read_directive(table[0], number=1, rank=0, samples=again[0].samples)
+    read = read_directive(table[0], number=1, rank=0)
     assert read.template is not None
     assert read.template.schema.hash == wide.schema.hash
 
