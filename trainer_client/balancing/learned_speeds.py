@@ -32,11 +32,6 @@ class SpeedLearner(Stage):
         self._estimators: tuple[SpeedEstimator, DelayEstimator] | None = None  # once anybody has measured
         self.learned = ALL_EQUAL
 
-    @classmethod
-    def of(cls, name: str, options: BalanceOptions, nodes: Sequence[str]) -> SpeedLearner | None:
-        """The stage, where there is anything to learn."""
-        return cls(name, options, nodes) if options.learn_speeds and len(nodes) > 1 else None
-
     def begin(self, round_: Round) -> None:
         """Takes into account what ranks have measured, and chooses the speeds to plan with."""
         self._note(round_.number, round_.contributions.headers["measured"])

@@ -378,7 +378,8 @@ class _Loop:
 
     def _source(self, batches: Any, start: Position | None) -> Source:
         loader = self._loader
-        return Source(batches, start, cost=loader._cost, memory=loader._memory, users=loader._users, spec=loader._spec)
+        functions = [one for one in (loader._cost, loader._memory, loader._users) if one is not None]
+        return Source(batches, start, functions=functions, spec=loader._spec)
 
     def read_ahead(self) -> None:
         """Reads and submits until `depth` windows are in flight; raises if this loop is no longer the stream's."""
@@ -418,9 +419,9 @@ class _Loop:
         self._skipped = 0
 
     def _submit(self, batches: list[Any]) -> Ticket:
-        loader, source = self._loader, self.source
+        loader = self._loader
         return self.stream.submit_window(
-            batches, cost=source.cost, memory=source.memory, users=source.users, spec=loader._spec,
+            batches, cost=loader._cost, memory=loader._memory, users=loader._users, spec=loader._spec,
             device=loader._device, drop_last=loader._drop_last,
         )  # fmt: skip
 

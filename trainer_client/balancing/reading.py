@@ -20,6 +20,7 @@ from trainer_client.balancing.batches.schema import bytes_of
 from trainer_client.balancing.contribution import NO_MEASURE, Contribution, Measure
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.source import ask
 from trainer_client.balancing.splitting import Costs, check_divides, divisible_in_round
 
 _SPREAD = np.uint64(0x9E3779B1)  # odd, and without a pattern: numbers that only differ far up differ in the low bits
@@ -120,19 +121,19 @@ def read_round(
     for batch, flat in zip(batches, flats, strict=True):
         if split:
             check_divides(cost, flat)
-        values, its_problem = read_costs(cost(batch), flat.num_samples, world_size=shares)
+        values, its_problem = read_costs(ask(cost, batch), flat.num_samples, world_size=shares)
         flat.check_unchanged("cost")
         costs.append(values)
         problem = problem or its_problem
         if caps is not None:
             used: Costs = flat.sizes
             if memory is not None:
-                used, its_problem = read_costs(memory(batch), flat.num_samples, what="memory", world_size=shares)
+                used, its_problem = read_costs(ask(memory, batch), flat.num_samples, what="memory", world_size=shares)
                 problem = problem or its_problem
             flat.check_unchanged("memory")
             memories.append(used.astype(np.float64))
         if users is not None:
-            numbers.append(read_users(users(batch), flat.num_samples))
+            numbers.append(read_users(ask(users, batch), flat.num_samples))
             flat.check_unchanged("users")
     # a batch without samples may be of other fields, as an empty list tells nothing of what it would hold
     samples = RankSamples(

@@ -14,7 +14,7 @@ import pickle
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -26,7 +26,6 @@ from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, Fl
 from trainer_client.balancing.batches.schema import bytes_of
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
-from trainer_client.balancing.options import MAX_WINDOW
 
 logger = logging.getLogger(__name__)
 
@@ -107,33 +106,17 @@ class Source:
     Batches on the host pass as they are. One that is on a device is read a batch earlier than it is needed, so that a
     training step lies between copy and use; its lengths, its integers and what the cost says are copied meanwhile, and
     it comes flattened.
-
-    Attributes:
-        cost: The cost of what comes out here.
-        memory: Its memory; None: its bytes.
-        users: Whose its samples are; None: nobody says.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        start: Position | None,
-        *,
-        cost: Cost,
-        memory: Cost | None,
-        users: Cost | None,
-        spec: BatchSpec | None,
+        self, loader: Any, start: Position | None, *, functions: Sequence[Cost] = (), spec: BatchSpec | None = None
     ) -> None:
         """Begins an iteration, which may fork workers, at `start` if that is a position of this loader's.
 
-        Functions are given a batch on a device as it is, and may return a tensor on the device; one that needs lengths
-        on the host gets the flattened batch.
+        Functions, such as the cost, are given a batch on a device as it is, and may return a tensor on the device; one
+        that needs lengths on the host gets the flattened batch. `ask` knows what they have said.
         """
-        self._loader, self._spec = loader, spec
-        self.cost = AskedAhead(cost)
-        self.memory = None if memory is None else AskedAhead(memory)
-        self.users = None if users is None else AskedAhead(users)
-        self._functions = [one for one in (self.cost, self.memory, self.users) if one is not None]
+        self._loader, self._spec, self._functions = loader, spec, functions
         self._on_device: bool | None = None
         self._arriving: deque[tuple[Position, Arriving]] = deque()
         self._asked = 0  # batches that were asked for here, also after the end
@@ -172,13 +155,12 @@ class Source:
                 self._on_device = is_on_device(batch, self._spec)
             if not self._on_device:
                 return batch
-            values = [one.ask(batch) for one in self._functions]
+            values = [ask_ahead(function, batch) for function in self._functions]
             self._arriving.append((position, Arriving(batch, self._spec, values)))
         if not self._arriving:
             raise StopIteration
         flat, values = self._arriving.popleft()[1].get()
-        for function, value in zip(self._functions, values, strict=True):
-            function.answers.append((flat, value))
+        flat.answers = tuple(zip(self._functions, values, strict=True))
         return flat
 
     def _next(self) -> Any:
@@ -254,51 +236,33 @@ class Source:
             )
 
 
-class AskedAhead:
-    """A cost that is asked when a batch arrives on a device, and known when it is submitted.
+def ask_ahead(function: Cost, batch: Any) -> Any:
+    """What a user's function says of a batch on a device; the error if it needs lengths on the host."""
+    if isinstance(function, LearnedCost):
+        return BatchError("a learned cost follows what is known when the batch is submitted")
+    try:
+        return function(batch)
+    except BatchError as error:
+        return error
 
-    Attributes:
-        function: The user's own.
-        answers: Of the batches that have arrived lately.
-    """
 
-    def __init__(self, function: Cost) -> None:
-        self.function = function
-        self.answers: deque[tuple[FlatBatch, Any]] = deque(maxlen=MAX_WINDOW)
-
-    def __repr__(self) -> str:
-        return repr(self.function)
-
-    @property
-    def spans(self) -> Any:
-        """What says what positions cost; None if the function does not."""
-        return getattr(self.function, "spans", None)
-
-    def ask(self, batch: Any) -> Any:
-        """What the function says of a batch on a device; the error if it needs lengths on the host."""
-        if isinstance(self.function, LearnedCost):
-            return BatchError("a learned cost follows what is known when the batch is submitted")
-        try:
-            return self.function(batch)
-        except BatchError as error:
-            return error
-
-    def __call__(self, batch: Any) -> Any:
-        """The values of a batch that has arrived, or of one on the host."""
-        answer = next((values for flat, values in self.answers if flat is batch), None)
-        if answer is not None and not isinstance(answer, BatchError):
-            return answer
-        try:
-            return self.function(batch)
-        except BatchError:
+def ask(function: Cost, batch: Any) -> Any:
+    """What a user's function says of a batch, on the host now, or when it arrived on a device."""
+    answers = batch.answers if isinstance(batch, FlatBatch) else ()
+    answer = next((value for asked, value in answers if asked is function), None)
+    if answer is not None and not isinstance(answer, BatchError):
+        return answer
+    try:
+        return function(batch)
+    except BatchError:
+        raise
+    except Exception as error:
+        if answer is None:
             raise
-        except Exception as error:
-            if answer is None:
-                raise
-            raise BatchError(
-                f"the cost cannot be computed from a batch on a device: {answer}; compute it with torch on the device, "
-                "or with the costs of trainer_client.balancing.costs"
-            ) from error
+        raise BatchError(
+            f"the cost cannot be computed from a batch on a device: {answer}; compute it with torch on the device, "
+            "or with the costs of trainer_client.balancing.costs"
+        ) from error
 
 
 def fingerprint(batch: Any) -> int:

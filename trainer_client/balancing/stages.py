@@ -43,7 +43,7 @@ def make_lead(
     kernels = Kernels(name, wait=waits or options.needs_kernels) if plans else None
     stages: list[Stage | None] = [  # rounds finish from the last to the first: an answer comes before own planning
         Splitting(template) if options.split is not None else None,
-        SpeedLearner.of(name, options, nodes),
+        SpeedLearner(name, options, nodes) if options.learn_speeds and num_ranks > 1 else None,
         CostLearner(name, num_ranks, learns) if num_ranks > 1 else None,
         WindowStates(options.window, kernels),
         Planning(name, kernels, min_samples=options.min_samples),

@@ -377,8 +377,8 @@ class BatchStream:
         rounds = self._open(_first_of(flats), device)
         if len(flats) > (window := rounds.options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
-        if isinstance(learned := getattr(cost, "function", cost), LearnedCost):
-            self._follow_fit(learned)
+        if isinstance(cost, LearnedCost):
+            self._follow_fit(cost)
         check_window(flats)
         samples, problem = read_round(
             batches, flats, template=rounds.template, cost=cost, memory=memory, users=users,

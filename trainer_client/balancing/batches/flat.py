@@ -30,11 +30,12 @@ class FlatBatch:
         totals: (num_jagged,) int64, values of each jagged column over all samples, on the host.
         shared: The values that all samples share.
         counts: Host copies of integer tensors (n,) that are on a device, by path, for `lengths_of`.
+        answers: Users' functions, and what each has said of the batch when it arrived on its device.
     """
 
     __slots__ = (
-        "_lengths", "_lengths_coming", "_lengths_tensor", "_offsets", "_watched", "counts", "num_samples", "shared",
-        "structure", "tensors", "totals",
+        "_lengths", "_lengths_coming", "_lengths_tensor", "_offsets", "_watched", "answers", "counts", "num_samples",
+        "shared", "structure", "tensors", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +57,7 @@ class FlatBatch:
             self.num_samples, self.totals = lengths_tensor.shape[1], totals
         self.structure, self.tensors, self.shared = structure, tuple(tensors), tuple(shared)
         self.counts: Mapping[str, NDArray[np.int64]] = {}
+        self.answers: Sequence[tuple[Any, Any]] = ()
         self._lengths, self._lengths_tensor = lengths, lengths_tensor
         self._lengths_coming: torch.Tensor | None = None  # see `read_back`
         self._watched: tuple[list[int], dict[int, bytes]] | None = None
