@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer_client.balancing.batches.schema import SharedValues
     from trainer_client.balancing.resume import Resumed
 
+_PARTS = ("batch_sizes", "costs", "sizes", "memory", "users", "divisible", "lengths", "extras")
 _HEADER = np.dtype(
     [
         ("size", "<u4"),  # bytes in all
@@ -35,8 +36,7 @@ _HEADER = np.dtype(
         ("num_batches", "<u2"),
         ("num_samples", "<u4"),
         ("num_fields", "<u4"),
-        ("num_divisible", "<u4"),
-        ("extras", "<u4"),  # bytes
+        ("parts", "<u4", (len(_PARTS),)),  # bytes of each
         ("schema", "<u8"),
         ("shared", "<u8"),
         ("copy", "<u8"),
@@ -44,7 +44,6 @@ _HEADER = np.dtype(
         ("measured", "<f8", (5,)),
     ]
 )
-_PARTS = ("batch_sizes", "costs", "sizes", "memory", "users", "divisible", "lengths", "extras")
 _FLOAT, _MEMORY, DROP_LAST, INVALID, OUT_OF_ORDER, USERS = 1, 2, 4, 8, 16, 32  # flags
 
 
@@ -112,10 +111,7 @@ class Contribution:
             header[name] = getattr(self, name)
         parts: list[bytes] = []
         if arrays:
-            extras = pack_changed(self.extras)
             header["num_batches"], header["num_fields"] = len(samples.batch_sizes), samples.lengths.shape[1]
-            header["num_divisible"] = 0 if samples.divisible is None else len(samples.divisible)
-            header["extras"] = len(extras)
             parts = [
                 np.array(samples.batch_sizes, "<u4").tobytes(),
                 samples.costs.astype("<f8" if is_float else "<i8", copy=False).tobytes(),
@@ -124,8 +120,9 @@ class Contribution:
                 b"" if samples.users is None else samples.users.astype("<u4", copy=False).tobytes(),
                 b"" if samples.divisible is None else samples.divisible.astype("<f8", copy=False).tobytes(),
                 samples.lengths.astype("<u4").tobytes(),
-                extras,
+                pack_changed(self.extras),
             ]
+            header["parts"] = [len(part) for part in parts]
         body = b"".join(part + bytes(-len(part) % 8) for part in parts)
         header["size"] = _HEADER.itemsize + len(body)
         return np.frombuffer(bytearray(header.tobytes() + body), np.uint8)
@@ -156,19 +153,14 @@ class Contributions:
         self._counts = self.headers["num_samples"].astype(np.int64)
         self.with_samples: list[int] = np.flatnonzero(self._counts).tolist()  # ranks
         self.schema = int(self.headers["schema"][self.with_samples[0]]) if self.with_samples else 0
-        n, header = self._counts, self.headers
-        sizes = (
-            4 * header["num_batches"].astype(np.int64), 8 * n, 8 * n, 8 * n * self.flag(_MEMORY),
-            4 * n * self.flag(USERS), 8 * WIDTH * header["num_divisible"].astype(np.int64),
-            4 * n * header["num_fields"], header["extras"],
-        )  # fmt: skip
-        self._ends, self._begins, at = {}, {}, np.full(len(n), _HEADER.itemsize, np.int64)
-        for name, size in zip(_PARTS, sizes, strict=True):
-            self._begins[name], self._ends[name] = at, at + size
-            at = at + size + -size.astype(np.int64) % 8
+        sizes = self.headers["parts"].astype(np.int64).T
+        padded = sizes + -sizes % 8
+        begins = _HEADER.itemsize + np.cumsum(padded, axis=0) - padded
+        self._begins = dict(zip(_PARTS, begins, strict=True))  # (ranks,) of each part
+        self._ends = dict(zip(_PARTS, begins + sizes, strict=True))
         self.extras: dict[int, Extras] = {  # of the ranks that have some
             rank: Extras(**pickle.loads(self._bytes("extras", rank).tobytes()))
-            for rank in np.flatnonzero(header["extras"]).tolist()
+            for rank in np.flatnonzero(sizes[-1]).tolist()
         }
 
     @classmethod
@@ -207,7 +199,8 @@ class Contributions:
         num_fields = int(fields[self.with_samples[0]] if self.with_samples else fields.max())
         lengths = self._joined("lengths", "<u4") if num_fields else np.zeros(0, np.uint32)
         divisible = None
-        if (counts := self.headers["num_divisible"].astype(np.int64)).any():
+        counts = (self._ends["divisible"] - self._begins["divisible"]) // (8 * WIDTH)
+        if counts.any():
             divisible = self._joined("divisible", "<f8").reshape(-1, WIDTH)
             divisible[:, 0] += np.repeat(np.cumsum(n) - n, counts)
         return RoundSamples(

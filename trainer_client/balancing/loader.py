@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -315,11 +316,13 @@ class BalancedLoader(Generic[B]):
     def _finish(self, stream: BatchStream, moving: _Moving) -> B:
         started = time.perf_counter()
         batch: B = moving.pending.wait().unflatten(self._spec)
-        stream.counters.redistribution_seconds += time.perf_counter() - started
-        stream.counters.count(moving.report)
+        counters, report = stream.counters, moving.report
+        counters.redistribution_seconds += time.perf_counter() - started
+        counters.own_load += 0.0 if math.isnan(report.own_load) else report.own_load
+        counters.split_samples += report.split_samples
         if self.summed_terms is not None:
             self.summed_terms.add(batch)
-        self._report, self._splits, self._splits_asked = moving.report, moving.splits, False
+        self._report, self._splits, self._splits_asked = report, moving.splits, False
         self._states.append(moving.state)
         return batch
 

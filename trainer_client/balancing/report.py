@@ -159,8 +159,3 @@ class Counters:
     loading_seconds: float = 0.0
     own_load: float = 0.0
     split_samples: int = 0
-
-    def count(self, report: RoundReport) -> None:
-        """Adds a batch that was yielded."""
-        self.own_load += 0.0 if math.isnan(report.own_load) else report.own_load
-        self.split_samples += report.split_samples
