@@ -314,7 +314,6 @@ class RankPlan:
         steps: (n,) int32, the batch of the round that trains each of its own samples; None: as loaded.
         slices: Its part of each batch, over the own samples that the batch trains, in their order; over their parts
             where some are split.
-        figures: How even each batch is.
         cuts: Per batch, the first items of the own samples' parts; None where none of them is split. Empty where no
             rank's is, in no batch.
         splits: Per batch, the split samples of all ranks, the same on all of them; empty as `cuts`.
@@ -322,7 +321,6 @@ class RankPlan:
 
     steps: NDArray[np.int32] | None
     slices: tuple[Slice, ...]
-    figures: tuple[Figures, ...] = ()
     cuts: tuple[NDArray[np.int64] | None, ...] = ()
     splits: tuple[tuple[SplitSample, ...], ...] = ()
 

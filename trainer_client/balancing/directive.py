@@ -82,7 +82,7 @@ class Directive:
     @property
     def moves(self) -> bool:
         """Whether any sample of any rank moves, so that all ranks take part in an exchange."""
-        return any(figures.moved_samples > 0 for figures in self.plan.figures)
+        return any(report.moved_samples > 0 for report in self.reports)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ def read_directive(row: Bytes, *, number: int, rank: int, template: FlatBatch | 
         )
         for batch, (begin, end) in enumerate(pairwise([0, *ends]))
     )  # fmt: skip
-    plan = RankPlan(steps=steps, slices=slices, figures=figures)
+    plan = RankPlan(steps=steps, slices=slices)
     if broadcast.pieces is not None:
         steps, parts = read_parts(begins, steps, count)
         plan = replace(plan, steps=steps, cuts=parts, splits=read_splits(broadcast.pieces, count))

@@ -186,8 +186,8 @@ class Lead:
 class Planning(Stage):
     """Plans what no service has planned."""
 
-    def __init__(self, name: str, kernels: Kernels | None, *, min_samples: int) -> None:
-        self._name, self._kernels, self._min_samples = name, kernels, min_samples
+    def __init__(self, name: str, kernels: Kernels | None) -> None:
+        self._name, self._kernels = name, kernels
         self._unplanned = 0
 
     def finish(self, round_: Round) -> None:
@@ -197,8 +197,9 @@ class Planning(Stage):
         if round_.plan is None and round_.decision.mode is Mode.EMBEDDED:
             self._plan(round_, samples)
         if round_.plan is None:  # samples stay, but for those that ranks with too few need
-            round_.plain, plan = True, plan_round(samples, round_.options.spreading())
-            round_.plan = replace(plan, seconds=0.0)
+            least = round_.options.min_samples if round_.decision.mode is Mode.SPREAD else 0
+            plan = plan_round(samples, replace(round_.options.spreading(), min_samples=least))
+            round_.plan, round_.plain = replace(plan, seconds=0.0), True
         decision = round_.decision
         if decision.reason in (Reason.INVALID_COSTS, Reason.PARTITION_FAILED):
             self._say_unplanned(round_.number, decision)
@@ -223,7 +224,7 @@ class Planning(Stage):
                 mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, problem=str(error), batches=decision.batches,
                 last=decision.last,
             )  # fmt: skip
-            round_.decision = spread(stays, samples.batch_sizes, self._min_samples)
+            round_.decision = spread(stays, samples.batch_sizes, options.min_samples)
             return
         if alone:
             round_.decision = replace(decision, mode=Mode.IDENTITY)

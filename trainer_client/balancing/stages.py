@@ -46,7 +46,7 @@ def make_lead(
         SpeedLearner(name, options, nodes) if options.learn_speeds and num_ranks > 1 else None,
         CostLearner(name, num_ranks, learns) if num_ranks > 1 else None,
         WindowStates(options.window, kernels),
-        Planning(name, kernels, min_samples=options.min_samples),
+        Planning(name, kernels),
         _asker(config, counters or Counters()) if plans and config.address is not None else None,
     ]
     rules = Rules(

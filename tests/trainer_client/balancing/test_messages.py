@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.refinements import plan_round, slice_round
-from evenkeel.partitioning.rounds import RankSamples, RoundOptions
+from evenkeel.partitioning.rounds import Figures, RankSamples, RoundOptions
 from evenkeel.partitioning.splits import WIDTH, samples_of_parts
 from tests.evenkeel.partitioning.instances import round_of
 from tests.evenkeel.partitioning.test_same_everywhere import draw_round
@@ -143,7 +143,7 @@ def test_directives_are_read_as_written(
             assert report.home_load == plan.loads_before[batch, rank]
             assert report.own_samples == wanted.source_counts.sum()
             assert (report.round, report.batch, report.wait_seconds) == (5, batch, 0.5)
-        assert read.plan.figures == plan.batches
+            assert {each.name: getattr(report, each.name) for each in fields(Figures)} == vars(plan.batches[batch])
     home = plan_round(gathered, options.spreading())
     stays = Broadcast(decision=Decision(mode=Mode.IDENTITY, batches=(0,)), world_size=len(samples))
     table = pack_directives(stays, plan=home, slices=slice_round(home, gathered, compiled=False))
