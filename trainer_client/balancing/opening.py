@@ -31,7 +31,7 @@ from trainer_client.process_groups import node_name
 class _Hello:
     """What a rank says when a stream opens."""
 
-    config: StreamConfig
+    loader: str
     version: str
     node: str
     template: FlatBatch | None
@@ -61,8 +61,8 @@ class Opening:
         self._world = dist.group.WORLD if membership.backend else None
         nccl = membership.backend == "nccl"
         self._hello = _Hello(
-            config=replace(config, process_group=None, peers=None, credentials=None), version=__version__,
-            node=node_name(), template=None if first is None else first.empty(),
+            loader=config.loader, version=__version__, node=node_name(),
+            template=None if first is None else first.empty(),
             has_samples=first is not None and first.num_samples > 0,
             on_gpu=nccl or (first is not None and first.device is not None and first.device.type == "cuda"),
         )  # fmt: skip
@@ -128,9 +128,9 @@ def _common_template(hellos: Sequence[_Hello], num_peers: int) -> FlatBatch:
     first = hellos[0]
     for number, hello in enumerate(hellos):
         rank = number // num_peers
-        if hello.config.loader != first.config.loader:
+        if hello.loader != first.loader:
             raise ProgramOrderError(
-                f"rank {rank} begins the loader {hello.config.loader!r} while rank 0 begins {first.config.loader!r}; "
+                f"rank {rank} begins the loader {hello.loader!r} while rank 0 begins {first.loader!r}; "
                 "begin loaders for the first time in the same order on all ranks"
             )
         if hello.version != first.version:
