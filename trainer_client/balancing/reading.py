@@ -20,6 +20,7 @@ from trainer_client.balancing.batches.schema import bytes_of
 from trainer_client.balancing.contribution import NO_MEASURE, Contribution, Measure
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.source import ask
 from trainer_client.balancing.splitting import Costs, check_divides, divisible_in_round
 
@@ -102,14 +103,13 @@ def read_round(
     cost: Cost,
     memory: Cost | None,
     users: Cost | None,
-    caps: Sequence[float] | None,
-    split: bool,
-    shares: int,
+    options: BalanceOptions,
+    num_ranks: int,
 ) -> tuple[RankSamples, str]:
     """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
 
-    `template` is an empty batch as the stream has known them so far; `shares` are the ranks times batches among which
-    the sum of all costs is shared. What all ranks' batches must have in common, the lead checks.
+    `template` is an empty batch as the stream has known them so far. What all ranks' batches must have in common, the
+    lead checks.
 
     Raises:
         ValueError: If there is not one number for each sample, or samples are to be split and nothing says where.
@@ -117,7 +117,8 @@ def read_round(
     costs: list[Costs] = []
     memories: list[NDArray[np.float64]] = []
     numbers: list[NDArray[np.uint32]] = []
-    problem = ""
+    problem, caps, split = "", options.memory_caps, options.split is not None
+    shares = num_ranks * options.window  # sums over all ranks and batches stay exact
     for batch, flat in zip(batches, flats, strict=True):
         if split:
             check_divides(cost, flat)

@@ -381,10 +381,8 @@ class BatchStream:
             self._follow_fit(cost)
         check_window(flats)
         samples, problem = read_round(
-            batches, flats, template=rounds.template, cost=cost, memory=memory, users=users,
-            caps=rounds.options.memory_caps,
-            split=rounds.options.split is not None,
-            shares=len(rounds.communicators.peers) * window,  # sums over all ranks and batches stay exact
+            batches, flats, template=rounds.template, cost=cost, memory=memory, users=users, options=rounds.options,
+            num_ranks=len(rounds.communicators.peers),
         )  # fmt: skip
         contribution = Contribution(
             samples=samples, drop_last=drop_last, invalid=bool(problem), extras=Extras(problem=problem)
