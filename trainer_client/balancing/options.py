@@ -120,11 +120,6 @@ class BalanceOptions:
         """How long a collective may take, from its start on this rank."""
         return max(self.group_timeout, 2 * self.timeout)
 
-    @property
-    def needs_kernels(self) -> bool:
-        """Whether no round may be planned by the plain heuristic, which finds no plan where memory caps are tight."""
-        return self.memory_caps is not None
-
     def check_world(self, world_size: int) -> None:
         """Checks what depends on the number of ranks.
 

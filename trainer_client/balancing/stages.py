@@ -40,7 +40,8 @@ def make_lead(
     name, options, num_ranks = config.loader, config.options, len(nodes)
     options.check_world(num_ranks)
     templates, plans = Templates(name, template), config.balance and num_ranks > 1
-    kernels = Kernels(name, wait=waits or options.needs_kernels) if plans else None
+    waits |= options.memory_caps is not None  # where these are tight, the plain heuristic finds no plan
+    kernels = Kernels(name, wait=waits) if plans else None
     stages: list[Stage | None] = [  # rounds finish from the last to the first: an answer comes before own planning
         Splitting(template) if options.split is not None else None,
         SpeedLearner(name, options, nodes) if options.learn_speeds and num_ranks > 1 else None,
