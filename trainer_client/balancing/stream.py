@@ -382,7 +382,7 @@ class BatchStream:
         check_window(flats)
         samples, problem = read_round(
             batches, flats, template=rounds.template, cost=cost, memory=memory, users=users, options=rounds.options,
-            num_ranks=len(rounds.communicators.peers),
+            shares=len(rounds.communicators.peers) * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip
         contribution = Contribution(
             samples=samples, drop_last=drop_last, invalid=bool(problem), extras=Extras(problem=problem)
