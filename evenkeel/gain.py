@@ -15,7 +15,8 @@ from evenkeel.partitioning.splits import MOST, SHARE, SpanCosts, SplitOptions, t
 WINDOW = 8
 """Batches of a window, and of what is planned at a time."""
 
-_MOST_PLANNED = 1 << 18  # samples that are planned in each way: more change the figures in the third digit
+_MOST_SAMPLES, _MOST_BATCHES = 1 << 18, 1 << 8  # that are planned: more change the figures in the third digit
+_MOST_SPLIT = 2  # windows whose samples are split, which takes ten times as long
 _WAYS = ("balanced", f"windows of {WINDOW}", "split samples")
 
 
@@ -68,23 +69,26 @@ def estimate_gain(
     windows = list(_windows(lengths, size))
     plans: dict[str, list[RoundPlan]] = {way: [] for way in _WAYS}
     balanced, in_windows, split = plans.values()
+    to_split = _evenly(len(windows), max(1, min(_MOST_SPLIT, 256 // ranks)))
     for number, window in enumerate(windows):
         samples = _samples(window.reshape(-1, ranks, batch), linear, pairs)
         in_windows.append(plan_round(samples, RoundOptions()))
         for some in window.reshape(-1, 1, ranks, batch):
             samples = _samples(some, linear, pairs)
             balanced.append(plan_round(samples, RoundOptions()))
-            split.append(plan_round(samples, RoundOptions(split=SplitOptions())))
+            if number in to_split:
+                split.append(plan_round(samples, RoundOptions(split=SplitOptions())))
         progress((number + 1) / len(windows))
     loaded = np.concatenate([plan.loads_before for plan in balanced])
-    slowest = loaded.max(axis=1).sum()
     gains = [Gain(way="as loaded", speed_up=1.0, imbalance=_imbalance(loaded), moved_share=0.0, loads=_ordered(loaded))]
     for way, made in plans.items():
-        loads = np.concatenate([plan.loads_after for plan in made])
+        before, loads = (
+            np.concatenate([getattr(plan, name) for plan in made]) for name in ("loads_before", "loads_after")
+        )
         gains.append(
             Gain(
                 way=way,
-                speed_up=float(slowest / most) if (most := loads.max(axis=1).sum()) > 0 else 1.0,
+                speed_up=float(before.max(axis=1).sum() / most) if (most := loads.max(axis=1).sum()) > 0 else 1.0,
                 imbalance=_imbalance(loads),
                 moved_share=sum(plan.figures.moved_size for plan in made) / max(sum(p.figures.size for p in made), 1),
                 loads=_ordered(loads),
@@ -97,9 +101,15 @@ def _windows(lengths: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64
     """Windows of whole batches, evenly over all lengths, of so many samples in all as are worth planning."""
     batches = len(lengths) // size
     steps = min(WINDOW, batches)
-    count = max(1, min(batches // steps, _MOST_PLANNED // (size * steps)))
-    for first in np.linspace(0, batches - steps, count).astype(np.int64):
+    count = max(1, min(batches // steps, _MOST_SAMPLES // (size * steps), _MOST_BATCHES // steps))
+    for first in _evenly(batches - steps + 1, count):
         yield lengths[first * size : (first + steps) * size]
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """So many of `count` positions, evenly from the first to the last."""
+    positions: list[int] = np.linspace(0, count - 1, min(count, most)).astype(np.int64).tolist()
+    return positions
 
 
 def _samples(lengths: NDArray[np.int64], linear: float, pairs: float) -> RoundSamples:
