@@ -118,6 +118,7 @@ def measure_sizes(address: str, echo: str, sizes: tuple[int, ...], seconds: floa
                 "p99_ms": float(np.percentile(times["served"], 99)), "floor_ms": float(np.median(times["plan"])),
                 "echo_ms": float(np.median(times["echo"])),
             }  # fmt: skip
+            entry["over_floor"] = entry["p50_ms"] / entry["floor_ms"]
             print(
                 f"{ranks:5} ranks: p50 {entry['p50_ms']:.2f}, p99 {entry['p99_ms']:.2f} ms; planned here "
                 f"{entry['floor_ms']:.2f}, bytes echoed {entry['echo_ms']:.2f}",
@@ -134,14 +135,21 @@ async def measure_jobs(address: str, echo: str, numbers: tuple[int, ...], second
         answer = await channel.unary_unary(METHOD)(requests[0], timeout=TIMEOUT_SECONDS, metadata=METADATA)
     entries = []
     for jobs in numbers:
-        rounds = await _calls_per_second(address, METHOD, requests, jobs, seconds)
-        echoes = await _calls_per_second(echo, f"/echo/{len(answer)}", requests, jobs, seconds)
-        entries.append({"jobs": jobs, "rounds_per_second": rounds, "echoes_per_second": echoes})
-        print(f"{jobs:5} jobs: {rounds:.0f} rounds a second; bytes echoed {echoes:.0f}", flush=True)
+        rounds, least = await _calls_per_second(address, METHOD, requests, jobs, seconds)
+        echoes, _ = await _calls_per_second(echo, f"/echo/{len(answer)}", requests, jobs, seconds)
+        entries.append({"jobs": jobs, "rounds_per_second": rounds, "least_share": least, "echoes_per_second": echoes})
+        print(
+            f"{jobs:5} jobs: {rounds:.0f} rounds a second, the slowest job {least:.2f} of the mean; bytes echoed "
+            f"{echoes:.0f}",
+            flush=True,
+        )
     return entries
 
 
-async def _calls_per_second(address: str, method: str, requests: list[bytes], jobs: int, seconds: float) -> float:
+async def _calls_per_second(
+    address: str, method: str, requests: list[bytes], jobs: int, seconds: float
+) -> tuple[float, float]:
+    """Calls a second of all jobs together, and what the slowest gets over the mean."""
     channels = [grpc.aio.insecure_channel(address, options=_CHANNEL) for _ in range(jobs)]
     counts, ends = np.zeros(jobs, np.int64), float("inf")
 
@@ -160,7 +168,7 @@ async def _calls_per_second(address: str, method: str, requests: list[bytes], jo
     await asyncio.gather(*running)
     taken = time.perf_counter() - began
     await asyncio.gather(*[channel.close() for channel in channels])
-    return float(counts.sum() / taken)
+    return float(counts.sum() / taken), float(counts.min() / counts.mean())
 
 
 def agree(rank: int, rounds: int) -> dict[str, float]:

@@ -12,13 +12,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (12687, 9500),
+    "evenkeel": (12697, 9500),
     "services": (4265, 4500),
     "services/balancer": (1789, 2000),
+    "evenkeel/partitioning": (4942, 4000),
+    "evenkeel/placement": (5490, 4500),
+    "evenkeel/key_statistics": (741, 500),
+    "services/planner": (993, 1000),
+    "services/operations": (803, 800),
+    "services/security": (679, 700),
     "trainer_client": (21071, 15000),
     "trainer_client/balancing": (10831, 8000),
-    "tests": (25262, 20000),
-    "benchmarks": (8155, 8000),
+    "trainer_client/balancing/adapters": (602, 600),
+    "trainer_client/embedding": (4080, 3000),
+    "trainer_client/embedding/checkpoint": (1335, 1100),
+    "trainer_client/attention": (1136, 1000),
+    "trainer_client/planning": (2108, 1200),
+    "trainer_client/observing": (758, 700),
+    "trainer_client/cli": (1615, 900),
+    "tests": (25341, 20000),
+    "benchmarks": (8163, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
 
