@@ -33,6 +33,7 @@ import numba
 import pytest
 import scipy.optimize  # noqa: F401
 import torch  # noqa: F401
+import torchrec  # noqa: F401
 
 from benchmarks.harness import results
 
