@@ -29,12 +29,14 @@ demo: $(READY)  ## Train on four ranks against a real balancer, balancing off an
 test: $(READY)  ## Run the tests
 	$(BIN)/python -m pytest -q -n 3 $(ARGS)  # in lanes: tests/lanes.py
 
-lint: $(READY)  ## Check style, types, the direction of imports and generated files
+lint: $(READY)  ## Check style, types, the direction of imports, generated files, links and figures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	scripts/check_generated.sh
+	$(BIN)/python -m scripts.check_links
+	$(BIN)/python -m scripts.check_figures
 
 format: $(READY)  ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .

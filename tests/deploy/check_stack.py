@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
-from tests.deploy.scripts import script
+from scripts.check_sbom import canonical, read_pins
 from tests.deploy.stack import (
     BASE_IMAGE,
     OFFLINE,
@@ -93,9 +93,8 @@ def test_images_hold_what_is_pinned(stack: Stack, service: str) -> None:
     )
     name = "balancer-1" if service == "balancer" else service
     installed = json.loads(stack.compose("exec", "-T", name, "python", "-c", listing))
-    check = script("check_sbom")
-    wanted, constraints = check.read_pins(ROOT / f"requirements/services-{service}.txt")
-    found = {check.canonical(name): version for name, version in installed}
+    wanted, constraints = read_pins(ROOT / f"requirements/services-{service}.txt")
+    found = {canonical(name): version for name, version in installed}
     assert found.keys() >= wanted.keys()
     assert found.items() <= (constraints | wanted).items()
 

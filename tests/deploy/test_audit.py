@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.scripts import script
+from scripts.check_audit import verdict
+from scripts.check_sbom import troubles_of
 
 BILL: dict[str, Any] = {
     "bomFormat": "CycloneDX",
@@ -33,7 +34,7 @@ NOT_AUDITED = "planner: NOT AUDITED, no advisory database is reached: "
     ],
 )
 def test_bills(bill: dict[str, Any], wanted: dict[str, str], constraints: dict[str, str], troubles: list[str]) -> None:
-    assert script("check_sbom").troubles_of(bill, wanted, constraints) == troubles
+    assert troubles_of(bill, wanted, constraints) == troubles
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,6 @@ def test_bills(bill: dict[str, Any], wanted: dict[str, str], constraints: dict[s
 )  # fmt: skip
 def test_verdicts(dependencies: list[dict[str, Any]] | None, status: int, line: str) -> None:
     answer = "" if dependencies is None else json.dumps({"dependencies": dependencies})
-    found, lines = script("check_audit").verdict("planner", answer, "Traceback\nConnectionError: no route\n")
+    found, lines = verdict("planner", answer, "Traceback\nConnectionError: no route\n")
     assert found == status
     assert line in lines

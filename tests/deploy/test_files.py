@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +110,6 @@ def test_dashboards_have_ids_of_their_own_and_their_links_lead_to_them() -> None
     assert set() < links <= {board["uid"] for board in boards}
     places = [panel["gridPos"] for board in boards for panel in board["panels"]]
     assert max(place["x"] + place["w"] for place in places) <= 24
-
-
-@pytest.mark.parametrize("builder", ["deploy/grafana/build.py", "deploy/prometheus/build.py"])
-def test_files_are_what_their_builder_writes(builder: str) -> None:
-    command = [sys.executable, str(ROOT / builder), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
 
 
 def test_secrets_are_not_committed() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.docs.programs import printed_by_ranks
+from tests.docs.test_tutorial import printed_by_ranks
 from trainer_client.cli import app
 from trainer_client.planning import load_sharding_plan
 

@@ -8,13 +8,40 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.programs import printed_by_ranks
+from benchmarks.harness import zygote
+from benchmarks.harness.launched import environments
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/start/tutorial.md").read_text(encoding="utf-8")
+RANKS = 2
 PRINTED = dict(
     re.findall(r"```console\n\$ torchrun --nproc-per-node 2 -m examples\.tutorial\.(\w+)\n(.*?)```", TEXT, re.S)
 )
+
+
+def printed_by_ranks(module: str, folder: Path, **environment: str) -> str:
+    """What rank 0 of two prints.
+
+    Args:
+        module: The program.
+        folder: Where what the ranks print is kept.
+        environment: Further variables.
+    """
+    variables = environments(RANKS, str(folder))
+    ranks = [
+        zygote.Program(
+            module, output=folder / f"{rank}.out", errors=folder / f"{rank}.err",
+            **variables(rank), **environment,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    try:
+        codes = [rank.wait(90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * RANKS, "".join(path.read_text() for path in folder.glob("*.err"))
+    return (folder / "0.out").read_text()
 
 
 @pytest.mark.parametrize("program", ["plain", "balanced", "torchrec_plain", "torchrec_balanced"])
