@@ -82,10 +82,10 @@ def test_a_cache_smaller_than_the_prefetched_keys_is_not_planned() -> None:
 def test_tables_that_live_on_one_rank_are_placed_on_ranks(sharding: Sharding, hbm_gib: float) -> None:
     shards = 2 if sharding is Sharding.COLUMN_WISE else 1
     tables = random_tables(24, 4, sharding=sharding, column_shards=shards, pooled=sharding is Sharding.COLUMN_WISE)
-    asked = request(tables, hbm_gib=hbm_gib, runtime="torchrec", ranks=4, solver=SolverOptions(time_limit_s=4))
+    asked = request(tables, hbm_gib=hbm_gib, runtime="torchrec", ranks=4, solver=SolverOptions(time_limit_s=1))
     found = plan(asked, clock=time.process_time)
     assert found.status in (Status.OPTIMAL, Status.FEASIBLE)
-    assert found.gap < 0.03
+    assert found.gap < 0.01
     loads = [0.0] * 4
     hbm = [0] * 4
     for placement in found.placements:

@@ -17,6 +17,7 @@ from tests.evenkeel.placement.instances import random_tables, request
 
 STEP: dict[str, Any] = {"name": "a", "samples": 8, "parts": [{"count": 1, "rows": 9}], "seconds": 1.0}
 H200 = encode(builtin_profile("h200"))
+LFU = {"name": "item", "rows": 1000, "dim": 8, "eviction": "lfu"}
 NO_SHARES = {"kind": "miss_curve", "cache_fractions": [0], "miss_rates": [1], "unique_fraction": 1}
 FALLING = NO_SHARES | {"cache_fractions": [0.5, 0.2], "miss_rates": [0.1, 0.2]}
 
@@ -72,6 +73,11 @@ def profile_of_width(width: float) -> PlanRequest:
          "tables[0].access.keys", ""),
         (lambda: request(random_tables(1, 0, modes=(Mode.HYBRID,)), hbm_gib=1, runtime="torchrec"),
          "tables[0].modes", ""),
+        (lambda: table_of(sharding="table_wise"), "tables[0].sharding", ""),
+        (lambda: table_of(sharding="column_wise", column_shards=2, pooled=True), "tables[0].sharding", ""),
+        (lambda: table_of(sharding="data_parallel"), "tables[0].sharding", ""),
+        (lambda: table_of(score_words=2), "tables[0].score_words", ""),
+        (lambda: request_of(tables=[LFU], runtime="torchrec", step={"prefetch_depth": 2}), "tables[0].eviction", ""),
         (lambda: request(random_tables(1, 0) * 2, hbm_gib=1), "tables[1].name", ""),
         (lambda: request_of(topology={"ranks": 8, "ranks_per_host": 3}), "topology.ranks_per_host", "divisor of ranks"),
         (lambda: request_of(topology={"ranks": "8"}), "topology.ranks", ""),

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from evenkeel.placement import Mode, Plan, PlanRequest, Runtime, Sharding, SolverOptions, plan
+from evenkeel.placement import Mode, Plan, PlanRequest, Sharding, SolverOptions, plan
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
 from tests.evenkeel.placement.instances import random_tables, request
@@ -15,7 +15,7 @@ _KINDS = list(Sharding)
 
 
 @cache
-def _mixed(seed: int, ranks: int = 4) -> tuple[PlanRequest, Plan]:
+def _mixed(seed: int, training: bool) -> tuple[PlanRequest, Plan]:
     """Tables of every sharding, some of them with a cache or in host memory."""
     draw = np.random.default_rng(seed)
     tables = tuple(
@@ -31,8 +31,8 @@ def _mixed(seed: int, ranks: int = 4) -> tuple[PlanRequest, Plan]:
         for kind in [_KINDS[index % len(_KINDS)]]
     )
     solver = SolverOptions(ratio_steps=4, gap=0.02)
-    asked = request(tables, hbm_gib=16, host_gib=800, ranks=ranks, runtime=Runtime.TORCHREC, solver=solver)
-    asked = replace(asked, topology=replace(asked.topology, ranks_per_host=2))
+    asked = request(tables, hbm_gib=16, host_gib=800, ranks=4, ranks_per_host=2, runtime="torchrec", solver=solver)
+    asked = replace(asked, step=replace(asked.step, training=training))
     return asked, plan(asked)
 
 
@@ -44,7 +44,7 @@ def _report(asked: PlanRequest, found: Plan) -> Report:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_and_hosts_add_up_to_the_plan(seed: int) -> None:
-    asked, found = _mixed(seed)
+    asked, found = _mixed(seed, True)
     assert found.seconds is not None
     report = _report(asked, found)
     assert sorted(rank for entry in report.ranks for rank in entry.ranks) == list(range(4))
@@ -62,9 +62,7 @@ def test_ranks_and_hosts_add_up_to_the_plan(seed: int) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_parts_of_a_table_add_up_to_its_time(training: bool) -> None:
-    asked, _ = _mixed(0)
-    asked = replace(asked, step=replace(asked.step, training=training))
-    found = plan(asked)
+    asked, found = _mixed(0, training)
     report = _report(asked, found)
     assert {placed.mode for placed in found.placements} == {Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY}
     for placed, parts in zip(found.placements, report.tables, strict=True):

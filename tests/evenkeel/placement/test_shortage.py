@@ -9,7 +9,7 @@ from evenkeel.placement import Mode, Sharding, SolverOptions, Status, Table, pla
 from tests.evenkeel.placement.instances import random_tables, request
 
 
-@pytest.mark.parametrize(("runtime", "count", "host_gib"), [("dynamicemb", 10, 4), ("torchrec", 6, 2)])
+@pytest.mark.parametrize(("runtime", "count", "host_gib"), [("dynamicemb", 10, 4), ("torchrec", 5, 2)])
 def test_what_does_not_fit_names_budgets_that_do(runtime: str, count: int, host_gib: float) -> None:
     patient = SolverOptions(time_limit_s=100)
     asked = request(random_tables(count, 2), hbm_gib=1.1, host_gib=host_gib, runtime=runtime, solver=patient)

@@ -128,10 +128,10 @@ def test_costs_that_made_steps_are_found_from_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "least", "field"),
-    [("placement_gpu_steps_2xh200.json", 1.0, "step"), ("placement_gpu_steps_h200.json", 1.0, "step_one_rank")],
+    ("file", "field"),
+    [("placement_gpu_steps_2xh200.json", "step"), ("placement_gpu_steps_h200.json", "step_one_rank")],
 )
-def test_a_profile_is_calibrated_with_steps_that_were_measured(file: str, least: float, field: str) -> None:
+def test_a_profile_is_calibrated_with_steps_that_were_measured(file: str, field: str) -> None:
     rows = json.loads((RESULTS / file).read_text("utf-8"))["rows"]
     samples = measured_samples(rows[::2])
     profile, told = with_whole_steps(builtin_profile("h200"), samples)
@@ -139,8 +139,7 @@ def test_a_profile_is_calibrated_with_steps_that_were_measured(file: str, least:
     for sample, predicted in told:
         request = request_of(sample, profile)
         assert whole_step_seconds(request, plan(request)) == pytest.approx(predicted)
-    near = [predicted == pytest.approx(sample.seconds, rel=0.3) for sample, predicted in told]
-    assert sum(near) >= least * len(near)
+        assert predicted == pytest.approx(sample.seconds, rel=0.3)
     before, after = builtin_profile("h200").costs(Runtime.TORCHREC), profile.costs(Runtime.TORCHREC)
     assert after == replace(before, **{field: getattr(after, field)}) != before
 

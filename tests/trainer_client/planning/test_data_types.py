@@ -89,14 +89,6 @@ def test_rows_and_caches_take_the_bytes_that_fbgemm_allocates(kind: DataType) ->
     assert 0 <= int(found.host[0]) - host.numel() * host.element_size() <= 4096
 
 
-@pytest.mark.parametrize("kind", [DataType.BF16, DataType.INT8])
-def test_what_fbgemm_does_not_train_is_not_planned_for_torchrec(kind: DataType) -> None:
-    with pytest.raises(AssertionError, match="not supported"):
-        _of_fbgemm(kind, EmbeddingLocation.DEVICE)
-    with pytest.raises(InvalidInputError, match=r"data_type: .* (float32 and float16|nothing trains)"):
-        _request(_bags(kind))
-
-
 @pytest.mark.parametrize("runtime", list(Runtime))
 @pytest.mark.parametrize("kind", [DataType.BF16, DataType.INT8])
 def test_the_remedy_names_types_that_the_runtime_takes(kind: DataType, runtime: Runtime) -> None:

@@ -15,7 +15,6 @@ from evenkeel.placement import (
     Optimizer,
     PlanRequest,
     Runtime,
-    Sharding,
     Step,
     Table,
     Topology,
@@ -80,31 +79,18 @@ def _dynamicemb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dynamicemb.planner", planner)
 
 
-def test_dynamicemb_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = tuple(replace(t, dist_type="continuous") for t in describe_model(_model()))
-    request = replace(_request(tables), runtime=Runtime.DYNAMICEMB)
-    found = plan(request)
-    with pytest.raises(ModuleNotFoundError):
-        dynamicemb_constraints(request, found)
-    _dynamicemb(monkeypatch)
-    built = dynamicemb_constraints(request, found)
-    assert built["seq"].dynamicemb_options.dist_type == "continuous"
-    assert built["bag_0"].dynamicemb_options.global_hbm_for_values == 2 * found.placements[0].hbm_value_bytes
-    pasted: dict[str, Any] = {}
-    exec(lines_to_paste(request, found), pasted)
-    assert pasted["constraints"].keys() == built.keys()
-    assert pasted["constraints"]["bag_0"] == built["bag_0"]
-
-
-def test_dynamicemb_gets_admission_scores_initialisers_optimizer_and_prefetching(
+def test_dynamicemb_gets_memory_admission_scores_initialisers_optimizer_and_prefetching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, *others = describe_model(_model(), optimizer=Optimizer.ROWWISE_ADAGRAD)
+    tables = describe_model(_model(), optimizer=Optimizer.ROWWISE_ADAGRAD)
+    first, *others = (replace(table, dist_type="continuous") for table in tables)
     first = replace(first, admission_rows=1000, admission_threshold=5, eviction=Eviction.LFU, score_words=2)
     others[0] = replace(others[0], admission_rows=1000, admission_threshold=5)
     step = Step(samples_per_rank=8, training=False, prefetch_depth=2)
     request = replace(_request((first, *others)), runtime=Runtime.DYNAMICEMB, step=step)
     found = plan(request)
+    with pytest.raises(ModuleNotFoundError):
+        dynamicemb_constraints(request, found)
     _dynamicemb(monkeypatch)
     pasted: dict[str, Any] = {}
     exec(lines_to_paste(request, found), pasted)
@@ -116,6 +102,8 @@ def test_dynamicemb_gets_admission_scores_initialisers_optimizer_and_prefetching
     both = (pasted["constraints"], dynamicemb_constraints(request, found))
     for told in both:  # DynamicEmb fuses tables only whose strategy is the same object
         assert told["bag_0"].dynamicemb_options.admit_strategy is told["bag_1"].dynamicemb_options.admit_strategy
+    assert plain.dist_type == "continuous"
+    assert counted.global_hbm_for_values == 2 * found.placements[0].hbm_value_bytes
     assert counted.score_strategy == ("ts", "lfu")
     assert plain.score_strategy == "ts"
     assert counted.admit_strategy.threshold == 5
@@ -137,25 +125,6 @@ def test_optimizers_that_differ_are_given_by_table() -> None:
     assert optimizers["seq"] is EmbOptimType.ADAM
     with pytest.raises(InvalidInputError, match="a sharder takes one"):
         fused_params(request)
-
-
-@pytest.mark.parametrize(
-    ("runtime", "changes", "field"),
-    [
-        (Runtime.DYNAMICEMB, {"sharding": Sharding.TABLE_WISE}, "sharding"),
-        (Runtime.DYNAMICEMB, {"sharding": Sharding.COLUMN_WISE, "column_shards": 2}, "sharding"),
-        (Runtime.DYNAMICEMB, {"sharding": Sharding.DATA_PARALLEL}, "sharding"),
-        (Runtime.DYNAMICEMB, {"score_words": 2}, "score_words"),
-        (Runtime.TORCHREC, {"eviction": Eviction.LFU}, "eviction"),
-    ],
-)
-def test_what_a_runtime_cannot_do_is_refused(runtime: Runtime, changes: dict[str, Any], field: str) -> None:
-    first, *others = describe_model(_model())
-    asked = _request((*others, first))
-    asked = replace(asked, runtime=runtime, step=replace(asked.step, prefetch_depth=2))
-    with pytest.raises(InvalidInputError) as caught:
-        replace(asked, tables=(*others, replace(first, **changes)))
-    assert caught.value.field == f"tables[3].{field}"
 
 
 def test_plan_files_are_lossless_and_versioned() -> None:
