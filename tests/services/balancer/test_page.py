@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 
 pytest.importorskip("tests.services.planner.browsing")
 
@@ -15,9 +14,9 @@ from selenium.webdriver.common.keys import Keys
 
 from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
-from services.security.tokens import hash_token
 from tests.services.balancer.jobs import TROUBLE, RunningJob, watched
 from tests.services.planner.browsing import browsing
+from tests.tokens import known, write_tokens
 
 if TYPE_CHECKING:
     from tests.services.planner.browsing import Page
@@ -34,10 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def balancer(folder: Path) -> Iterator[ServiceProcess]:
-    port, known = folder / "metrics_port", folder / "tokens.yml"
-    known.write_text(yaml.safe_dump({"tokens": [{"name": "a", "sha256": hash_token(TOKEN), "jobs": ["a-*"]}]}))
+    port, tokens = folder / "metrics_port", write_tokens(folder / "tokens.yml", known(TOKEN, "a-*"))
     with running_balancer(
-        "--metrics-port", "0", "--metrics-port-file", str(port), "--token-file", str(known)
+        "--metrics-port", "0", "--metrics-port-file", str(port), "--token-file", str(tokens)
     ) as running:
         yield running
 

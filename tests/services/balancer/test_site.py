@@ -7,7 +7,6 @@ import ssl
 from pathlib import Path
 
 import trustme
-import yaml
 
 from benchmarks.harness.authorities import write_certificate
 from benchmarks.harness.balancer_process import running_balancer
@@ -15,28 +14,21 @@ from services.balancer.history import History
 from services.balancer.site import BalancerSite
 from services.balancer.views import Views
 from services.operations.http import Request, Response
-from services.security.tokens import TokenStore, hash_token
+from services.security.tokens import TokenStore
 from services.security.transport import Transport
 from tests.asking import get
 from tests.services.balancer.test_history import summary_of
+from tests.tokens import known, write_tokens
 from tests.waiting import until
 
 TOKEN = "token-of-team-a-0123456789abcdef0123456789abcdef"
 
 
-def write_tokens(path: Path, *jobs: str) -> None:
-    entries = [{"name": "team-a", "sha256": hash_token(TOKEN), "jobs": list(jobs)}] if jobs else []
-    part = path.with_suffix(".part")
-    part.write_text(yaml.safe_dump({"tokens": entries}))
-    part.replace(path)
-
-
 def test_tokens_and_tls_are_those_of_the_balancer(tmp_path: Path) -> None:
     server = write_certificate(trustme.CA(), tmp_path, "server")
-    known, port = tmp_path / "tokens.yml", tmp_path / "port"
-    write_tokens(known, "a-*")
+    tokens, port = write_tokens(tmp_path / "tokens.yml", known(TOKEN, "a-*")), tmp_path / "port"
     with running_balancer(
-        "--tls-certificate", str(server.certificate), "--tls-key", str(server.key), "--token-file", str(known),
+        "--tls-certificate", str(server.certificate), "--tls-key", str(server.key), "--token-file", str(tokens),
         "--metrics-port", "0", "--metrics-port-file", str(port),
     ):  # fmt: skip
         place = f"127.0.0.1:{port.read_text().strip()}"
@@ -51,7 +43,7 @@ def test_tokens_and_tls_are_those_of_the_balancer(tmp_path: Path) -> None:
         for scheme, context in (("http", None), ("https", trusting)):  # scrapers and probes go on as they did
             assert get(f"{scheme}://{place}/readyz", context=context)[0] == 200
             assert "Evenkeel balancer" in get(f"{scheme}://{place}/", context=context)[1]
-        write_tokens(known)  # withdrawn
+        write_tokens(tokens)  # withdrawn
         until(lambda: get(f"http://{place}/v1/streams", TOKEN)[0] == 401)
 
 
@@ -66,8 +58,7 @@ class Site(BalancerSite):
 
 def site(tmp_path: Path, *, tls: bool, plaintext: bool = False, jobs: str = "") -> Site:
     files = write_certificate(trustme.CA(), tmp_path, "server") if tls else None
-    if jobs:
-        write_tokens(tmp_path / "tokens.yml", jobs)
+    tokens = TokenStore(write_tokens(tmp_path / "tokens.yml", known(TOKEN, jobs))) if jobs else None
     transport = Transport(
         certificate=None if files is None else files.certificate, key=None if files is None else files.key,
         allow_plaintext=plaintext,
@@ -76,7 +67,7 @@ def site(tmp_path: Path, *, tls: bool, plaintext: bool = False, jobs: str = "") 
     for job in ("a-one", "b-two"):
         history.planned(summary_of(job), 0.001)
     views = Views(history, version="1", instance=1, draining=lambda: False)
-    return Site(views, transport=transport, tokens=TokenStore(tmp_path / "tokens.yml") if jobs else None)
+    return Site(views, transport=transport, tokens=tokens)
 
 
 def asked(target: str, peer: str = "192.0.2.7", *, secure: bool = False, token: str = "") -> Request:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("tests.services.planner.browsing")
 
@@ -17,9 +16,9 @@ from selenium.webdriver.common.keys import Keys
 from benchmarks.harness.balancer_process import fork
 from evenkeel.placement import Runtime, SolverOptions
 from services.operations.launch import running_service
-from services.security.tokens import hash_token
 from tests.services.planner.browsing import GIB, ROOMY, SMALL, Page
 from tests.services.planner.serving import served
+from tests.tokens import known, write_tokens
 
 
 def test_the_example_is_planned_with_pictures_curves_advice_and_lines(opened: Page) -> None:
@@ -255,9 +254,7 @@ def test_shards_on_single_ranks_are_drawn_rank_by_rank(opened: Page) -> None:
 
 
 def test_a_token_is_asked_for_kept_and_given_up(opened: Page, tmp_path: Path) -> None:
-    entry = {"name": "me", "sha256": hash_token("good-token"), "jobs": ["*"]}
-    tokens = tmp_path / "tokens.yml"
-    tokens.write_text(yaml.safe_dump({"tokens": [entry]}))
+    tokens = write_tokens(tmp_path / "tokens.yml", known("good-token"))
     with served(tmp_path, "--token-file", str(tokens)) as closed:
         page = Page(opened.browser, closed.url)
         page.open()

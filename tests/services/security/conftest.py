@@ -11,12 +11,11 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
-import yaml
 
 from benchmarks.harness.authorities import Files, channel, write_certificate
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
-from services.security.tokens import hash_token
 from tests.services.balancer.jobs import RunningJob
+from tests.tokens import known, write_tokens
 
 TOKENS = {name: f"token-of-{name}-0123456789abcdef0123456789abcdef" for name in ("victim", "other", "late", "planner")}
 
@@ -26,9 +25,7 @@ class Secured:
     """A running balancer and what its clients need."""
 
     balancer: ServiceProcess
-    authority: trustme.CA
     server: Files
-    token_file: Path
     tokens: dict[str, str] = field(default_factory=lambda: dict(TOKENS))
 
     def connect(self, token: str | None) -> grpc.Channel:
@@ -42,34 +39,28 @@ class Secured:
         return lambda: self.connect(self.tokens[name])
 
 
-def write_tokens(path: Path, without: str | None = None, **extra: str) -> None:
-    """The token file of the tests; entries of `extra` are (name, token)."""
+def write_all_tokens(path: Path) -> Path:
+    """The token file of the tests."""
     now = datetime.now(UTC)
-    entries = [
-        {"name": "victim", "sha256": hash_token(TOKENS["victim"]), "jobs": ["victim*"]},
-        {"name": "other", "sha256": hash_token(TOKENS["other"]), "jobs": ["other-*"],
-         "expires": (now + timedelta(days=1)).isoformat()},
-        {"name": "late", "sha256": hash_token(TOKENS["late"]), "jobs": ["*"],
-         "expires": (now - timedelta(seconds=1)).isoformat()},
-        {"name": "planner", "sha256": hash_token(TOKENS["planner"]), "jobs": ["*"], "services": ["planner"]},
-    ]  # fmt: skip
-    entries += [{"name": name, "sha256": hash_token(token), "jobs": ["*"]} for name, token in extra.items()]
-    part = path.with_suffix(".part")
-    part.write_text(yaml.safe_dump({"tokens": [entry for entry in entries if entry["name"] != without]}))
-    part.replace(path)
+    return write_tokens(
+        path,
+        known(TOKENS["victim"], "victim*", name="victim"),
+        known(TOKENS["other"], "other-*", name="other", expires=(now + timedelta(days=1)).isoformat()),
+        known(TOKENS["late"], name="late", expires=(now - timedelta(seconds=1)).isoformat()),
+        known(TOKENS["planner"], name="planner", services=["planner"]),
+    )
 
 
 @pytest.fixture(scope="package")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("secured")
-    authority = trustme.CA()
-    server = write_certificate(authority, folder, "server")
-    write_tokens(folder / "tokens.yml")
+    server = write_certificate(trustme.CA(), folder, "server")
+    tokens = write_all_tokens(folder / "tokens.yml")
     with running_balancer(
         "--tls-certificate", str(server.certificate), "--tls-key", str(server.key),
-        "--token-file", str(folder / "tokens.yml"), "--reflection", "true",
+        "--token-file", str(tokens), "--reflection", "true",
     ) as balancer:  # fmt: skip
-        yield Secured(balancer, authority, server, folder / "tokens.yml")
+        yield Secured(balancer, server)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from evenkeel.protocol.plan_round import RoundNames
 from tests.evenkeel.protocol.rounds import make_round
 from tests.services.balancer.calls import SECONDS, Lead, refused, request_of
 from tests.services.balancer.jobs import RunningJob
-from tests.services.security.conftest import Secured, write_tokens
+from tests.services.security.conftest import Secured
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(400)
@@ -77,21 +77,6 @@ def test_old_tls_is_refused(secured: Secured) -> None:
     context.maximum_version = ssl.TLSVersion.TLSv1_1
     with secured.dial() as raw, pytest.raises((ssl.SSLError, ConnectionError)):
         context.wrap_socket(raw)
-
-
-def test_rotation_without_restart(secured: Secured, victim: RunningJob) -> None:
-    fresh = "a-fresh-token-0123456789abcdef0123456789"
-    with secured.connect(fresh) as opened:
-        lead = Lead(opened)
-        with refused("UNAUTHENTICATED", "unknown token"):
-            lead.info()
-        write_tokens(secured.token_file, fresh=fresh)
-        until(lead.info, but=grpc.RpcError)
-        secured.token_file.write_text("tokens: [")  # damaged: what was read before stays in force
-        until(lambda: lead.info() and "token file cannot be used" in secured.balancer.log)
-        write_tokens(secured.token_file)
-        with refused("UNAUTHENTICATED", "unknown token"):
-            until(lambda: not lead.info())
 
 
 def test_client_certificates(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-"""The planner's side: an HTTP server behind the middleware and the protocol, attacked with sockets."""
+"""The planner's side: an HTTP server behind the middleware and the protocol, attacked with sockets; its process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
 import threading
 import time
+import urllib.error
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +20,16 @@ import trustme
 import uvicorn
 
 from benchmarks.harness.authorities import write_certificate
+from benchmarks.harness.balancer_process import fork, until_logged
+from services.operations.launch import running_service
 from services.planner.edge import Edge
 from services.planner.metrics import Metrics
 from services.planner.settings import Settings
 from services.security.http_server import impatient_protocol
-from services.security.tokens import TokenStore
+from services.security.tokens import TokenStore, hash_token
 from services.security.transport import Transport
 from tests.asking import get
-from tests.services.security.conftest import TOKENS, write_tokens
+from tests.services.security.conftest import TOKENS, write_all_tokens
 from tests.waiting import until
 
 MAX_CONNECTIONS = 100
@@ -62,8 +66,8 @@ def serving(
 ) -> Iterator[Served]:
     """A server in a thread; `patience` are the seconds that it waits for headers and bodies."""
     files = write_certificate(trustme.CA(), folder, "server")
-    write_tokens(folder / "tokens.yml")
-    settings, tokens = Settings(requests_per_second=requests_per_second), TokenStore(folder / "tokens.yml")
+    tokens = TokenStore(write_all_tokens(folder / "tokens.yml"))
+    settings = Settings(requests_per_second=requests_per_second)
     app = Edge(application, settings=settings, metrics=Metrics(), tokens=tokens, burst=burst)
     config = uvicorn.Config(
         app, port=0, log_config=None, lifespan="off",
@@ -145,3 +149,38 @@ def test_too_many_requests(tmp_path: Path) -> None:
         assert {status for status, _ in answers} == {401, 429}
         assert answers[-1][1]["title"] == "Too many requests"
         assert served.get("/healthz")[0] == 200
+
+
+@pytest.mark.timeout(400)
+def test_tls_and_tokens_of_a_planner_whose_certificate_is_renewed(tmp_path: Path) -> None:
+    files = write_certificate(trustme.CA(), tmp_path, "server")
+    old_ca = tmp_path / "old.pem"
+    old_ca.write_bytes(files.ca.read_bytes())
+    tokens = write_all_tokens(tmp_path / "tokens.yml")
+    flags = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
+    with running_service(
+        "services.planner", *flags, "--token-file", str(tokens), "--log-level", "debug",
+        log_file=tmp_path / "log", spawn=fork,
+    ) as planner:  # fmt: skip
+
+        def ask(ca: Path, token: str | None, path: str = "/v1/hardware-profiles") -> int:
+            return Served(planner.port, ssl.create_default_context(cafile=str(ca))).get(path, token)[0]
+
+        assert [ask(old_ca, token) for token in (TOKENS["planner"], None, TOKENS["late"])] == [200, 401, 401]
+        without = {path: ask(old_ca, None, path) for path in ("/healthz", "//healthz", "/healthz/../v1/plans")}
+        assert without == {"/healthz": 200, "//healthz": 401, "/healthz/../v1/plans": 401}
+        with socket.create_connection(("127.0.0.1", planner.port), timeout=30) as plain:  # no TLS, no answer
+            plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            with contextlib.suppress(OSError):
+                assert b"200" not in plain.recv(4096)
+        files.certificate.write_text("damaged")
+        until_logged(planner, "TLS files cannot be used")
+        assert ask(old_ca, TOKENS["planner"]) == 200
+        renewed = write_certificate(trustme.CA(), tmp_path, "server")
+        assert until(lambda: ask(renewed.ca, TOKENS["planner"]), but=urllib.error.URLError) == 200
+        assert planner.stop() == 0
+    log = (tmp_path / "log").read_text()
+    events = [json.loads(line)["event"] for line in log.splitlines()]
+    assert (events[0], events[-1]) == ("planner_ready", "planner_stopped")
+    assert {"TLS files read again", "request refused"} <= set(events)
+    assert not [secret for token in TOKENS.values() for secret in (token, hash_token(token)) if secret in log]

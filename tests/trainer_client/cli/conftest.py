@@ -9,6 +9,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from evenkeel.variables import KNOWN
 from trainer_client.cli import app
 
 Run = Callable[..., Result]
@@ -16,6 +17,13 @@ TABLES = """
 - {name: user, rows: 4000000, dim: 64}
 - {name: item, rows: 900000, dim: 64, ids_per_sample: 20, access: {kind: zipf, exponent: 0.9}}
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the machine that the tests run on."""
+    for name in KNOWN.keys() - {"CACHE_DIR"}:
+        monkeypatch.delenv(f"EVENKEEL_{name}", raising=False)
 
 
 @pytest.fixture

@@ -12,22 +12,15 @@ from typing import Any
 
 import pytest
 import trustme
-import yaml
 from typer.testing import CliRunner
 
 from benchmarks.harness.authorities import Files, write_certificate
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from evenkeel.variables import KNOWN
-from services.security.tokens import hash_token
+from tests.tokens import known, write_tokens
 from trainer_client.cli import app
 
 TOKEN = "d" * 43
-
-
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BALANCER", "PLANNER", "JOB", "TLS", "TLS_CA", "TLS_CERTIFICATE", "TLS_KEY", "TOKEN_FILE"):
-        monkeypatch.delenv(f"EVENKEEL_{name}", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def secured(files: Files) -> Iterator[ServiceProcess]:
-    tokens = files.ca.with_name("tokens.yml")
-    tokens.write_text(yaml.safe_dump({"tokens": [{"name": "d", "sha256": hash_token(TOKEN), "jobs": ["train-*"]}]}))
+    tokens = write_tokens(files.ca.with_name("tokens.yml"), known(TOKEN, "train-*"))
     files.ca.with_name("token").write_text(TOKEN)
     with running_balancer(
         "--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--token-file", str(tokens)
@@ -128,7 +120,7 @@ def test_whether_a_job_may_be_planned_is_told_by_replica(
     mine = {check.removesuffix(f" 127.0.0.1:{secured.port}"): finding for check, finding in findings.items()}
     assert (mine["TLS"]["status"], mine["token"]["text"]) == ("warn", "accepted"), findings
     if job == "others":
-        assert "others: PERMISSION_DENIED: token 'd' is for train-*" in mine["job"]["text"]
+        assert "others: PERMISSION_DENIED: token 'team' is for train-*" in mine["job"]["text"]
     else:
         assert mine["job"]["text"] == "train-42 may be planned here"
     wrong = [check for check in failed(findings) if "::1" not in check]

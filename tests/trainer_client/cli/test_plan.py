@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import trustme
-import yaml
 from click.testing import Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +24,8 @@ from evenkeel.placement.plan_file import loads
 from evenkeel.placement.report import Report
 from evenkeel.placement.request import PlanRequest
 from evenkeel.plan_cache import sealed
-from services.security.tokens import hash_token
 from tests.services.planner.serving import served
+from tests.tokens import known, write_tokens
 from tests.trainer_client.cli.conftest import Run
 from trainer_client.cli import app
 
@@ -221,12 +220,11 @@ def test_a_service_behind_tls_and_a_token_gives_the_same_plan(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = write_certificate(trustme.CA(), tmp_path, "planner")
-    known, token = tmp_path / "tokens.yml", tmp_path / "token"
+    tokens, token = write_tokens(tmp_path / "tokens.yml", known("t" * 43)), tmp_path / "token"
     token.write_text("t" * 43)
-    known.write_text(yaml.safe_dump({"tokens": [{"name": "me", "sha256": hash_token("t" * 43)}]}))
     tls = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key))
     flags = (*ON_EIGHT, "--json")
-    with served(tmp_path, "--token-file", str(known), *tls) as running:
+    with served(tmp_path, "--token-file", str(tokens), *tls) as running:
         url = running.url.replace("http://127.0.0.1", "https://localhost")
         trusted = ("--url", url, "--tls-ca", server.ca)
         for given, said in (

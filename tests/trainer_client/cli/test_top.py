@@ -24,12 +24,6 @@ from trainer_client.cli.top import renderables
 GONE = "127.0.0.1:1"
 
 
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TLS", "TLS_CA", "TLS_CERTIFICATE", "TLS_KEY", "TOKEN_FILE", "PAGES"):
-        monkeypatch.delenv(f"EVENKEEL_{name}", raising=False)
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Metrics port of a balancer with a job whose rank 2 loads late and whose rank 1 is slow."""
