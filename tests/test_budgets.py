@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (12697, 9500),
-    "services": (4265, 4500),
-    "services/balancer": (1789, 2000),
+    "services": (4286, 4500),
+    "services/balancer": (1810, 2000),
     "evenkeel/partitioning": (4942, 4000),
     "evenkeel/placement": (5490, 4500),
     "evenkeel/key_statistics": (741, 500),
@@ -30,7 +30,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client/planning": (2108, 1200),
     "trainer_client/observing": (758, 700),
     "trainer_client/cli": (1615, 900),
-    "tests": (25003, 20000),
+    "tests": (25028, 20000),
     "benchmarks": (8163, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

@@ -1,4 +1,4 @@
-"""Processes that plan rounds: one that dies or takes too long fails the call that it had, and is replaced.
+"""Processes that plan rounds: one that dies or takes too long is replaced, and fails the call that it had, if any.
 
 A library's pool that can end a worker at its deadline (pebble) took twice as long here: 8 ranks 3.4 ms where this takes
 1.7, and 500 rounds a second of 100 jobs where this plans 1,230 (`python -m benchmarks.rounds --quick`, two cores).
@@ -89,8 +89,8 @@ class WorkerPool:
         Raises:
             OSError: If a process ends instead.
         """
-        self._free = list(await asyncio.gather(*[_Worker.start(self._limits) for _ in range(self._size)]))
-        self._workers = set(self._free)
+        for worker in await asyncio.gather(*[_Worker.start(self._limits, self._lost) for _ in range(self._size)]):
+            self._add(worker)
 
     async def plan(self, job: str, data: bytes) -> Planned:
         """Plans a round in the next process that is free; see `plan_call`.
@@ -107,8 +107,16 @@ class WorkerPool:
         """Ends the processes."""
         for task in self._replacing:
             task.cancel()
-        for worker in self._workers:
+        workers, self._workers = self._workers, set()  # so that none is replaced
+        for worker in workers:
             worker.kill()
+
+    def _add(self, worker: _Worker) -> None:
+        """Takes a worker that has just started."""
+        self._workers.add(worker)
+        self._free.append(worker)
+        if worker.has_ended:  # before it was ours
+            self._lost(worker)
 
     def _begin_calls(self) -> None:
         while self._free and self._calls:
@@ -116,14 +124,25 @@ class WorkerPool:
             if not call.result.done():  # else the caller has gone
                 self._free.pop().begin(call, self._seconds, self._ended)
 
+    def _lost(self, worker: _Worker) -> None:
+        """A worker has ended, whether or not it had a call."""
+        if worker not in self._workers:  # it was not ready, or the pool is closed
+            return
+        self._workers.discard(worker)
+        if worker in self._free:
+            log.error("worker ended", error="it had no call")
+            self._free.remove(worker)
+        task = asyncio.create_task(self._replace())
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
     def _ended(self, worker: _Worker, call: _Call, answer: _Answer) -> None:
         """A worker is through with a call, or is no more."""
         if isinstance(answer, tuple):
             self._free.append(worker)
         else:
-            task = asyncio.create_task(self._replace(worker))
-            self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
+            worker.kill()
+            self._lost(worker)
         result: Planned | CallError
         if isinstance(answer, TimeoutError):
             result = CallError(
@@ -141,19 +160,16 @@ class WorkerPool:
                 call.result.set_result(result)
         self._begin_calls()
 
-    async def _replace(self, worker: _Worker) -> None:
-        self._workers.discard(worker)
-        worker.kill()
+    async def _replace(self) -> None:
         while True:
             try:
-                started = await _Worker.start(self._limits)
+                started = await _Worker.start(self._limits, self._lost)
             except OSError as error:
                 log.error("no worker could be started; trying again", error=str(error))
                 await asyncio.sleep(_PAUSE_SECONDS)
             else:
                 self.restarts += 1
-                self._workers.add(started)
-                self._free.append(started)
+                self._add(started)
                 self._begin_calls()
                 return
 
@@ -161,14 +177,16 @@ class WorkerPool:
 class _Worker(asyncio.Protocol):
     """A process, and this side of its socket."""
 
-    def __init__(self, process: ForkServerProcess) -> None:
-        self._process = process
+    def __init__(self, process: ForkServerProcess, lost: Callable[[_Worker], None]) -> None:
+        self.has_ended = False
+        self._process, self._lost = process, lost
         self._transport: asyncio.WriteTransport = asyncio.WriteTransport()
         self._content = bytearray()  # of an answer that has not come whole
         self._end: Callable[[_Answer], None] | None = None  # of the call that it has
 
     @classmethod
-    async def start(cls, limits: RoundLimits) -> _Worker:
+    async def start(cls, limits: RoundLimits, lost: Callable[[_Worker], None]) -> _Worker:
+        """One that is ready; `lost` is called once it has ended, after what its call is told."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -176,7 +194,7 @@ class _Worker(asyncio.Protocol):
             process = _processes.Process(target=serve, args=(theirs, limits), name="evenkeel-worker", daemon=True)
             await asyncio.to_thread(process.start)
         loop = asyncio.get_running_loop()
-        worker, ready = cls(process), loop.create_future()
+        worker, ready = cls(process, lost), loop.create_future()
         worker._end = ready.set_result
         await loop.create_connection(lambda: worker, sock=ours)
         try:
@@ -199,9 +217,6 @@ class _Worker(asyncio.Protocol):
             ended(self, call, answer)
 
         self._end = end
-        if self._transport.is_closing():
-            self.connection_lost(None)
-            return
         for part in _message(call.job.encode(), call.data):
             self._transport.write(part)
 
@@ -228,9 +243,15 @@ class _Worker(asyncio.Protocol):
             begin = _HEADER.size + size
             self._finish((content[_HEADER.size : begin], content[begin:]))
 
+    def eof_received(self) -> None:
+        """The process has ended: told of at once, before a call that comes until the connection is closed gets it."""
+        self.connection_lost(None)
+
     def connection_lost(self, error: Exception | None) -> None:
         """The process has ended."""
+        self.has_ended = True
         self._finish(ConnectionResetError(f"process {self._process.pid} has ended: {error}"))
+        self._lost(self)
 
     def _finish(self, answer: _Answer) -> None:
         end, self._end = self._end, None

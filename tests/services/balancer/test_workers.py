@@ -47,20 +47,45 @@ def test_others_go_on_beside_it(balancer: ServiceProcess, lead: Lead, strategy: 
     until(lambda: len(before & set(wait_for_workers(balancer))) == 1, SECONDS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_workers_from_outside(balancer: ServiceProcess, lead: Lead, number: signal.Signals) -> None:
-    """Both workers are killed or stopped: calls fail at once or in time until both are replaced, then none does."""
+def test_idle_workers_that_end_are_replaced_at_once(balancer: ServiceProcess, lead: Lead) -> None:
+    """One by one and together, without a call; and no call fails."""
+    for dying in (slice(0, 1), slice(1, 2), slice(0, 2)):
+        before = wait_for_workers(balancer)
+        for pid in before[dying]:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda gone=set(before[dying]): not gone & set(wait_for_workers(balancer)), SECONDS)  # type: ignore[misc]
+        assert set(before) - set(before[dying]) <= set(workers_of(balancer))
+        calls = [lead.future(make_round(4, 4)) for _ in range(8)]
+        assert {call.code().name for call in calls} == {"OK"}
+    until_logged(balancer, "it had no call", 4)
+
+
+def test_busy_workers_that_end_fail_their_calls_alone(balancer: ServiceProcess, lead: Lead) -> None:
+    """Calls that wait are answered by the workers that take their place."""
+    before = wait_for_workers(balancer)
+    busy = [lead.future(make_round(strategy="slower")) for _ in before]
+    time.sleep(0.3)
+    waiting = [lead.future(make_round(4, 4)) for _ in range(4)]
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    assert {call.code().name for call in busy} == {"UNAVAILABLE"}
+    assert {call.code().name for call in waiting} == {"OK"}
+    assert not set(before) & set(wait_for_workers(balancer))
+    until_logged(balancer, "has ended")
+
+
+def test_idle_workers_that_are_stopped_fail_a_call_in_time(balancer: ServiceProcess, lead: Lead) -> None:
+    """Calls fail by their deadline until both are replaced, then none does."""
     before, codes, deadline = wait_for_workers(balancer), set(), time.monotonic() + SECONDS
     for pid in before:
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGSTOP)
     while len(now := workers_of(balancer)) != 2 or set(before) & set(now):
         assert time.monotonic() < deadline
         calls = [lead.future(make_round(4, 4)) for _ in before]
         codes |= {call.code().name for call in calls}
-    assert codes - {"OK"} == {"UNAVAILABLE" if number == signal.SIGKILL else "DEADLINE_EXCEEDED"}
+    assert codes - {"OK"} == {"DEADLINE_EXCEEDED"}
     for _ in range(10):
         lead.plan(make_round(4, 4))
-    until_logged(balancer, "worker ended")
 
 
 def test_calls_that_are_given_up_leave_nothing(balancer: ServiceProcess, lead: Lead) -> None:
