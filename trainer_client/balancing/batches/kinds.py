@@ -88,8 +88,6 @@ class Rows(NamedTuple):
 
 # Padded tensors travel without their padding, and are padded again to their own longest sample.
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
 
 def _is_value(lengths: NDArray[np.int64], width: int, padding: Padded) -> NDArray[np.bool_]:
     """(n, width) where samples of (n,) lengths have values."""
@@ -108,12 +106,16 @@ def _bytes_if_small(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
+def _taken(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return _bytes_if_small(rows).index_select(0, places).view(rows.dtype)
+
+
 def without_padding(
     tensor: torch.Tensor, lengths: NDArray[np.int64], padding: Padded, path: str, column: str
 ) -> torch.Tensor:
     """(sum of lengths, …) values of a padded tensor (n, width, …), sample after sample.
 
-    On the host, what is cut off must be the same everywhere.
+    On the host, what is cut off must be what `with_padding` fills in.
     """
     width = tensor.shape[1]
     if lengths.size and lengths.max() > width:
@@ -126,20 +128,22 @@ def without_padding(
     if (lengths == width).all():
         return rows
     is_value = _is_value(lengths, width, padding)
-    if tensor.is_cpu and tensor.numel():
-        bits = rows.resolve_conj().resolve_neg().contiguous().view(len(rows), -1).view(_BITS[rows.itemsize])
-        # NaN differs from itself, its bits do not
-        is_same = (bits == bits[int(is_value.argmin())]).all(dim=1).numpy().reshape(is_value.shape)
-        if not (is_same | is_value).all():
-            sample, position = np.argwhere(~(is_same | is_value))[0]
-            other = "left" if padding.side == "right" else "right"
+    if tensor.is_cpu:
+        places = _rows_of(~is_value, tensor.device)
+        cut, filled = _taken(rows, places), rows.new_full((), padding.value)
+        is_other = ~cut.isnan() if filled.isnan() else cut != filled
+        if is_other.any():
+            first = int(is_other.flatten().byte().argmax())
+            sample, position = divmod(int(places[first // math.prod(cut.shape[1:])]), width)
+            other, found = "left" if padding.side == "right" else "right", cut.flatten()[first].item()
             raise BatchError(
                 f"padded[{path!r}] would cut values off: with the lengths of {column!r} and padding on the "
-                f"{padding.side}, sample {sample} has another value at position {position} than the padding "
-                f"elsewhere; declare Padded(lengths={column!r}, side={other!r}) if the padding is on the {other}, or "
-                "name the lengths that belong to it"
+                f"{padding.side}, sample {sample} has {found} at position {position} instead of the padding "
+                f"{padding.value}; declare Padded(lengths={column!r}, side={other!r}) if the padding is on the "
+                f"{other}, Padded(lengths={column!r}, value={found}) if it is {found}, or name the lengths that belong "
+                "to it"
             )
-    return _bytes_if_small(rows).index_select(0, _rows_of(is_value, tensor.device)).view(tensor.dtype)
+    return _taken(rows, _rows_of(is_value, tensor.device))
 
 
 def with_padding(values: torch.Tensor, lengths: NDArray[np.int64], padding: Padded) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -200,6 +201,35 @@ def test_samples_are_padded_to_their_own_longest(
         padding = as_bytes(torch.ones((width - len(one), *shape)).to(dtype))
         assert as_bytes(row) == (padding + as_bytes(one) if side == "left" else as_bytes(one) + padding)
     assert found["longest"] == longest
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    value=st.sampled_from([0, 1, math.nan]),
+    side=st.sampled_from(["right", "left"]),
+    lengths=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    depth=st.integers(0, 2),
+    others=st.sets(st.integers(0, 17), max_size=2),
+)
+def test_what_padding_cuts_off_is_what_it_fills_in(
+    dtype: torch.dtype, value: float, side: Any, lengths: list[int], depth: int, others: set[int]
+) -> None:
+    assume(not math.isnan(value) or dtype.is_floating_point or dtype.is_complex)
+    counts, values = torch.tensor(lengths), torch.full((len(lengths), 3, depth), float(value))
+    is_value = (torch.arange(3) if side == "right" else torch.arange(2, -1, -1)) < counts[:, None]
+    values[is_value] = 1
+    others &= set(range(values.numel()))
+    values.view(-1)[list(others)] = 0 if math.isnan(value) else 1 - value
+    batch = {"n": counts, "v": values.to(dtype)}
+    spec = BatchSpec(padded={"v": Padded(lengths="n", value=value, side=side)})
+    if any(not is_value.flatten()[other // depth] for other in others):
+        with pytest.raises(BatchError, match=r"padded\['v'\] would cut values off: .*, value=.*name the lengths"):
+            flatten(batch, spec)
+        return
+    found = flatten(batch, spec).unflatten()["v"]
+    width = found.shape[1]
+    assert as_bytes(found) == as_bytes(batch["v"][:, :width] if side == "right" else batch["v"][:, 3 - width :])
 
 
 def test_widths_do_not_belong_to_the_schema() -> None:

@@ -130,6 +130,11 @@ SPECS = {
         r"padded\['v'\] would cut values off: .* sample 0 .* position 2 .*Padded\(lengths='n', side='left'\)",
         BatchSpec(padded={"v": "n"}),
     ),
+    "padded on the other side with all that is cut off alike": Case(
+        {"v": torch.tensor([[0, 7, 8, 9], [3, 4, 5, 9]]), "n": torch.tensor([3, 4])},
+        r"sample 0 has 9 at position 3 instead of the padding 0; .*'left'\).*, Padded\(lengths='n', value=9\) if it",
+        BatchSpec(padded={"v": "n"}),
+    ),
     **{
         f"{name} by {type(counts).__name__} {index}": Case(
             {"x": X, "n": counts, "t": torch.zeros(3, 40), "m": 2},
