@@ -218,6 +218,11 @@ def try_room(tree: Path, room: str, rooms: dict[str, Any], options: argparse.Nam
     gone = {(file, name) for file in modules for name in SAME.get(file, {})} - {(file, one.name) for file, one in drawn}
     assert not gone, f"same_mutants.json names what is no mutant: {gone}"
     random.Random(options.seed).shuffle(drawn)
+    for told in [*known["survivors"]]:  # of which some may have been argued away since
+        file, _, name = told.partition(": ")
+        if reason := SAME.get(file.partition(":")[0], {}).get(name):
+            known["survivors"].remove(told)
+            known["same"][told] = reason
     left = drawn[known["tried"] : options.count]
     if not left or time.monotonic() > ends:
         return

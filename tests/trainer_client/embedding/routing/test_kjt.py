@@ -110,6 +110,10 @@ def test_a_report_counts_keys_by_their_owners(
     found = report(kjt, world_size=world_size, routing=routings, block_sizes=BLOCKS, top=top)
     assert found.keys_per_rank == tuple(both)
     assert found.max_over_mean == (max(both) * world_size / total if total else 0)
+    alike = [
+        report(kjt, world_size=world_size, routing=one, block_sizes=BLOCKS) for one in (routings[0], routings[:1] * 2)
+    ]
+    assert alike[0] == alike[1]
     counts = Counter((name, key) for name, one in zip("ab", keys, strict=True) for key in one)
     least = lower_bound(torch.tensor([*counts.values()]), world_size) if total else 0.0
     assert found.best_max_over_mean == pytest.approx(least * world_size / max(total, 1))
@@ -181,7 +185,7 @@ def test_a_seed_makes_the_owner_independent_of_the_table_hash(world_size: int) -
 
 def test_ownership_are_named_and_checked() -> None:
     assert as_routing("hash_roundrobin") == hash_roundrobin(0)
-    assert str(hash_roundrobin(3)) == "hash_roundrobin(seed=3)"
+    assert [str(hash_roundrobin(seed)) for seed in (0, 3)] == ["hash_roundrobin", "hash_roundrobin(seed=3)"]
     assert [continuous().code, roundrobin().code, hash_roundrobin().code] == [0, 1, 2]
     assert block_size(10, 4) == 3
     for arguments, message in (
