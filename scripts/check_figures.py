@@ -36,9 +36,10 @@ def found_at(path: str, content: Any) -> list[Any]:
 # By result file: figures as the pages have them; where the file has them, one after the other or, behind functions,
 # those of one list; what is 100 times as much on the pages.
 FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
-    ("end_to_end_2xh200", "52.2 44.2 26.2 24.1", "workloads/{zipf,lognormal}/settings/{off,grpc}/step_ms_mean", (), 1),
-    ("end_to_end_2xh200", "1.18 1.09", "workloads/{zipf,lognormal}/settings/grpc/speedup", (), 1),
-    ("end_to_end_2xh200", "1.243 1.139", "workloads/{zipf,lognormal}/settings/off/cost_imbalance", (), 1),
+    ("end_to_end_2xh100", "55.3 48.0 35.7 36.1", "workloads/{zipf,lognormal}/settings/{off,grpc}/step_ms_mean", (), 1),
+    ("end_to_end_2xh100", "34.9 40.0", "workloads/lognormal/settings/{window,fitted}/step_ms_mean", (), 1),
+    ("end_to_end_2xh100", "1.15 0.99", "workloads/{zipf,lognormal}/settings/grpc/speedup", (), 1),
+    ("end_to_end_2xh100", "1.196 1.137", "workloads/{zipf,lognormal}/settings/off/cost_imbalance", (), 1),
     (
         "end_to_end_replay",
         "1.446 1.460 1.419 1.053 1.076 0.981 1.525 1.531 1.510 1.116 1.140 1.126",
