@@ -526,7 +526,7 @@ def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Pairs are plans of one cell whose kernels differ by more than 3 %, the noise of the measurement.
     """
     kernels: list[float] = []
-    steps: list[float] = []
+    steps: dict[str, list[float]] = {}  # by the time of the dense part
     right: list[bool] = []
     for row in rows:
         planners = row["planners"].values()
@@ -537,7 +537,7 @@ def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for each in known:
             for dense, wall in each["wall_ms"].items():
                 step = float(dense) + each["predicted_kernels_ms"] + each["predicted_host_ms"] / 2
-                steps.append(max(each["predicted_host_ms"], step) / wall)
+                steps.setdefault(dense, []).append(max(each["predicted_host_ms"], step) / wall)
         for one, other in itertools.combinations(known, 2):
             measured, predicted = (one[key] - other[key] for key in ("kernels_ms", "predicted_kernels_ms"))
             if abs(measured) > 0.03 * min(one["kernels_ms"], other["kernels_ms"]):
@@ -547,8 +547,10 @@ def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "kernels_within_15_percent": statistics.mean(abs(ratio - 1) <= 0.15 for ratio in kernels),
         "kernels_worst": [min(kernels), max(kernels)],
-        "steps_within_20_percent": statistics.mean(abs(ratio - 1) <= 0.2 for ratio in steps),
-        "steps_worst": [min(steps), max(steps)],
+        "steps_within_20_percent": {
+            dense: statistics.mean(abs(ratio - 1) <= 0.2 for ratio in ratios) for dense, ratios in steps.items()
+        },
+        "steps_worst": {dense: [min(ratios), max(ratios)] for dense, ratios in steps.items()},
         "pairs_in_order": statistics.mean(right) if right else None,
         "pairs": len(right),
         "plans": len(kernels),

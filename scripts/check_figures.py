@@ -98,8 +98,10 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
         )
     ),
     (
-        "placement_gpu_h100", "98 90",
-        "summary/predictions/{kernels_within_15_percent,steps_within_20_percent}", (), 100,
+        "placement_gpu_h100", "98", "summary/predictions/kernels_within_15_percent", (), 100,
+    ),
+    (
+        "placement_gpu_h100", "69 100 100", "summary/predictions/steps_within_20_percent/{0,5,20}", (), 100,
     ),
 ]  # fmt: skip
 
