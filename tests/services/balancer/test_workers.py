@@ -105,7 +105,7 @@ def test_calls_that_are_given_up_leave_nothing(balancer: ServiceProcess, lead: L
 
 
 def test_it_ends_while_workers_are_busy(balancer: ServiceProcess) -> None:
-    """Drains: calls under way are served, new ones are refused; the exit code is 0, and no process is left."""
+    """Drains: calls under way are served, new ones are refused; the exit code is 0, no process is left. The last test."""
     with lead_of(balancer.address) as lead:
         workers = workers_of(balancer)
         busy = lead.future(make_round(strategy="slow"))
@@ -118,4 +118,3 @@ def test_it_ends_while_workers_are_busy(balancer: ServiceProcess) -> None:
         with refused("UNAVAILABLE"):
             lead.plan(make_round(), timeout=1.0)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), SECONDS)
-    balancer.start()
