@@ -105,7 +105,7 @@ def test_calls_that_are_given_up_leave_nothing(balancer: ServiceProcess, lead: L
 
 
 def test_it_ends_while_workers_are_busy(balancer: ServiceProcess) -> None:
-    """Drains: calls under way are served, new ones are refused; the exit code is 0, no process is left. The last test."""
+    """Drains: calls under way are served, new ones are refused; it exits with 0, no process is left. The last test."""
     with lead_of(balancer.address) as lead:
         workers = workers_of(balancer)
         busy = lead.future(make_round(strategy="slow"))
