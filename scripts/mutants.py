@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hypothesis  # noqa: F401  # these are what takes long to import
+import hypothesis  # these are what takes long to import
 import numba
 import pytest
 import scipy.optimize  # noqa: F401
@@ -57,6 +57,8 @@ ROOMS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and tests
     "solver": ("evenkeel/placement", "search trivial", "search"),
 }  # fmt: skip
 INTERPRETED = {"kernels", "slices"}  # whose kernels are compiled only where quick tests let a mutant live: in a minute
+# whose first tests start no ranks, and run before all is imported that ranks need, which takes longer than they do
+WITHOUT_RANKS = {"decide", "contribution", "directive"}
 QUICK = (
     "not (shape2 or shape3 or all_samples_on or three_ranks or beyond or "
     "keep_their_time or every_process or print_nothing or collections_that)"
@@ -196,8 +198,14 @@ def passes(tree: Path, room: str, seconds: float, *, quick: bool) -> bool | None
         sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
         numba.config.DISABLE_JIT = quick and room in INTERPRETED  # type: ignore[attr-defined]
-        chosen = ["-k", QUICK] if quick else []
-        os._exit(int(pytest.main(["-x", "-q", "-n0", "-pno:cacheprovider", *chosen, *files_of(room)[1]])))
+        chosen, tests = ["-k", QUICK] if quick else [], files_of(room)[1]
+        arguments = ["-x", "-q", "-n0", "-pno:cacheprovider"]
+        if quick and room in WITHOUT_RANKS:
+            hypothesis.settings.register_profile("alone", deadline=None, derandomize=True)
+            hypothesis.settings.load_profile("alone")
+            if first := pytest.main([*arguments, "--noconftest", tests[0]]):
+                os._exit(int(first))
+        os._exit(int(pytest.main([*arguments, *chosen, *tests])))
     status, ends = None, time.monotonic() + seconds
     while status is None and time.monotonic() < ends:
         ended, code = os.waitpid(child, os.WNOHANG)
