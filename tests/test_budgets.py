@@ -21,8 +21,8 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/planner": (993, 1000),
     "services/operations": (803, 800),
     "services/security": (679, 700),
-    "trainer_client": (21087, 15000),
-    "trainer_client/balancing": (10847, 8000),
+    "trainer_client": (21119, 15000),
+    "trainer_client/balancing": (10879, 8000),
     "trainer_client/balancing/adapters": (602, 600),
     "trainer_client/embedding": (4080, 3000),
     "trainer_client/embedding/checkpoint": (1335, 1100),
@@ -30,7 +30,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client/planning": (2108, 1200),
     "trainer_client/observing": (758, 700),
     "trainer_client/cli": (1615, 900),
-    "tests": (25066, 20000),
+    "tests": (25168, 20000),
     "benchmarks": (8165, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

@@ -232,6 +232,33 @@ def _keyed(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([_values(samples)] * 2), torch.cat([_lengths(samples, torch.int32)] * 2)
 
 
+def _deduplicated(samples: Samples) -> KeyedJaggedTensor:
+    """Of samples that are alike in a key, one is stored."""
+    rows = {key: sorted({sample % size for sample in samples}) for key, size in {"z": 3, "a": 4}.items()}
+    positions = [[rows["a"].index(one % 4) for one in samples], [rows["z"].index(one % 3) for one in samples]]
+    values, stored = _values([*rows["z"], *rows["a"]]), [[len(of_key)] for of_key in rows.values()]
+    return KeyedJaggedTensor(
+        ["z", "a"],
+        values,
+        values / 3,
+        lengths=_lengths([*rows["z"], *rows["a"]], torch.int32),
+        stride_per_key_per_rank=stored,
+        inverse_indices=(["a", "z"], torch.tensor(positions, dtype=torch.int32)),
+    )
+
+
+def _with_all_samples(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Of one that is deduplicated, what TorchRec's modules give for it."""
+    if kjt.inverse_indices_or_none() is None:
+        return kjt
+    names, positions = kjt.inverse_indices()
+    begins = np.cumsum([0, *kjt.stride_per_key()])
+    picks = [begins[i] + row for i, key in enumerate(kjt.keys()) for row in positions[names.index(key)].tolist()]
+    values, weights = ([one[:0], *one.split(kjt.lengths().tolist())] for one in (kjt.values(), kjt.weights()))
+    values, weights = (torch.cat([one[0], *(one[1 + pick] for pick in picks)]) for one in (values, weights))
+    return KeyedJaggedTensor(kjt.keys(), values, weights, kjt.lengths()[picks], stride=positions.shape[1])
+
+
 def _tensordict(samples: Samples) -> TensorDict:
     ids = _ids(samples)
     inner = TensorDict({"deep": torch.stack([ids, ids * 2], 1)}, [len(samples), 2], names=["sample", "step"])
@@ -278,6 +305,7 @@ KINDS = {
     "keyed": Kind(
         lambda s: KeyedJaggedTensor(["z", "a"], _keyed(s)[0], _keyed(s)[0] / 3, lengths=_keyed(s)[1], stride=len(s))
     ),
+    "deduplicated": Kind(_deduplicated),
     "nested": Kind(lambda s: torch.nested.nested_tensor_from_jagged(_values(s) / 2, offsets=_offsets(s))),
     "right": Kind(lambda s: _padded(s, left=False), {"padded": {".p": Padded(lengths=".n", value=-1)}} | _PADDING),
     "left": Kind(
@@ -372,6 +400,7 @@ def parts(value: Any) -> Any:
         return [value.dtype.kind if value.dtype.kind in "US" else value.dtype, value.shape, value.tolist()]
     if isinstance(value, JaggedTensor | KeyedJaggedTensor):
         keys = value.keys() if isinstance(value, KeyedJaggedTensor) else None
+        value = value if keys is None else _with_all_samples(value)
         weights = value.weights_or_none()
         return [keys, parts(value.lengths()), parts(value.values()), None if weights is None else parts(weights)]
     if isinstance(value, TensorDict | Row):

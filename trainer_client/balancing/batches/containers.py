@@ -210,12 +210,6 @@ def is_keyed(value: Any) -> bool:
     return is_torchrec(type(value), "KeyedJaggedTensor")
 
 
-def jagged_lengths(value: Any) -> torch.Tensor:
-    """Lengths of a `JaggedTensor`, `KeyedJaggedTensor` or nested tensor, on its device, without changing its caches."""
-    lengths: torch.Tensor | None = None if isinstance(value, torch.Tensor) else value.lengths_or_none()
-    return lengths if lengths is not None else torch.diff(value.offsets())
-
-
 def is_lazy_stack(kind: type) -> bool:
     """Whether values of a type are TensorDicts that are not stacked."""
     tensordict = sys.modules.get("tensordict")

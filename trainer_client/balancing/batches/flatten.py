@@ -37,8 +37,8 @@ def flatten(
     Everything else must be declared.
 
     Args:
-        batch: The batch; its tensors are used as they are, nothing is copied but padded tensors and Python objects. A
-            `FlatBatch` stays as it is.
+        batch: The batch; its tensors are used as they are, nothing is copied but padded and deduplicated tensors and
+            Python objects. A `FlatBatch` stays as it is.
         spec: Declarations per path.
         lengths: (n, num_jagged) lengths of all jagged columns, where the caller has them on the host, for a batch
             whose lengths are on a device.
@@ -83,11 +83,6 @@ def table_of(reading: Reading, lengths: list[NDArray[np.int64]]) -> NDArray[np.i
     structure, n = reading.structure, reading.num_samples
     table = np.empty((n, len(structure.columns)), dtype=np.int64)
     for columns, values in zip(structure.lengths, lengths, strict=True):
-        if values.size != len(columns) * n:
-            raise BatchError(
-                f"{structure.columns[columns[0]]!r} has {values.size} lengths for {len(columns)} keys of {n} samples; "
-                "give one for each key and sample"
-            )
         where = slice(columns.start, columns.stop) if isinstance(columns, range) else columns
         table[:, where] = values.reshape(len(columns), n).T
     return table

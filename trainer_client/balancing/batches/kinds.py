@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, MaxLength, Padded, declarations_of
+
+if TYPE_CHECKING:
+    from trainer_client.balancing.batches.flat import FlatBatch
 
 PICKLES = "objects"  # label of the bytes of Python objects
 
@@ -41,30 +44,6 @@ class Leaf(NamedTuple):
         return list(zip(self.field_paths, self.columns, strict=False))
 
 
-class Contents(Protocol):
-    """What fields are built from: the tensors and lengths of a `FlatBatch`."""
-
-    tensors: tuple[torch.Tensor, ...]
-    shared: tuple[Any, ...]
-    num_samples: int
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the tensors are."""
-
-    def lengths_at(self, paths: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
-        """(columns × n,) lengths of some jagged columns on the batch's device, one column after the other."""
-
-    def host_lengths_at(self, path: str) -> NDArray[np.int64]:
-        """(n,) lengths of one column."""
-
-    def total_at(self, path: str) -> int:
-        """Values of one column over all samples."""
-
-    def offsets_at(self, path: str, alike: str | None) -> torch.Tensor:
-        """(n + 1,) where samples begin in a column; the tensor of column `alike`, if that has the same lengths."""
-
-
 # Fields are tuples of different lengths, so that those of two batches are compared without a look at their kinds.
 
 
@@ -76,7 +55,7 @@ class Rows(NamedTuple):
     padding: Padded | None = None
     column: str = ""  # of its lengths, if it is padded
 
-    def build(self, batch: Contents) -> Any:
+    def build(self, batch: FlatBatch) -> Any:
         """The field of another batch."""
         values = batch.tensors[self.leaf]
         if self.padding is not None:
@@ -106,7 +85,8 @@ def _bytes_if_small(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _taken(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def take_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Those at some places, in their order."""
     return _bytes_if_small(rows).index_select(0, places).view(rows.dtype)
 
 
@@ -130,7 +110,7 @@ def without_padding(
     is_value = _is_value(lengths, width, padding)
     if tensor.is_cpu:
         places = _rows_of(~is_value, tensor.device)
-        cut, filled = _taken(rows, places), rows.new_full((), padding.value)
+        cut, filled = take_rows(rows, places), rows.new_full((), padding.value)
         is_other = ~cut.isnan() if filled.isnan() else cut != filled
         if is_other.any():
             first = int(is_other.flatten().byte().argmax())
@@ -143,7 +123,7 @@ def without_padding(
                 f"{other}, Padded(lengths={column!r}, value={found}) if it is {found}, or name the lengths that belong "
                 "to it"
             )
-    return _taken(rows, _rows_of(is_value, tensor.device))
+    return take_rows(rows, _rows_of(is_value, tensor.device))
 
 
 def with_padding(values: torch.Tensor, lengths: NDArray[np.int64], padding: Padded) -> torch.Tensor:
@@ -166,7 +146,7 @@ class Jagged(NamedTuple):
     is_nested: bool
     alike: str | None  # an earlier nested tensor with the same offsets, which torch wants to compute with both
 
-    def build(self, batch: Contents) -> Any:
+    def build(self, batch: FlatBatch) -> Any:
         """The field of another batch."""
         values = batch.tensors[self.values]
         if self.is_nested:
@@ -203,7 +183,7 @@ class Objects(NamedTuple):
     dtype: np.dtype[Any] | None  # of an array
     shape: tuple[int, ...]  # of each sample in an array
 
-    def build(self, batch: Contents) -> Any:
+    def build(self, batch: FlatBatch) -> Any:
         """The field of another batch."""
         data = batch.tensors[self.leaf].numpy().data
         ends = accumulate(batch.host_lengths_at(self.path).tolist(), initial=0)
@@ -228,7 +208,7 @@ class Shared(NamedTuple):
     path: str
     number: int  # among the shared values; -1: it is None
 
-    def build(self, batch: Contents) -> Any:
+    def build(self, batch: FlatBatch) -> Any:
         """The field of another batch."""
         return None if self.number < 0 else _moved(batch.shared[self.number], batch.device)
 
@@ -263,7 +243,7 @@ class Derived(NamedTuple):
             function = _Missing(self.path, str(error))
         return Derived, (self.path, function, self.dtype)
 
-    def build(self, batch: Contents) -> Any:
+    def build(self, batch: FlatBatch) -> Any:
         """The field of another batch; None where `compute` gives it."""
         if isinstance(self.function, MaxLength):
             return int(batch.host_lengths_at(self.function.path).max(initial=0))

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.containers import container_of, is_keyed, is_torchrec, jagged_lengths
+from trainer_client.balancing.batches.containers import container_of, is_keyed, is_torchrec
 from trainer_client.balancing.batches.flat import FlatBatch
-from trainer_client.balancing.batches.refusals import jagged_refusal
+from trainer_client.balancing.batches.jagged import jagged_lengths
 from trainer_client.balancing.batches.spec import BatchError
 
 
@@ -23,7 +23,7 @@ def lookup(batch: Any, path: str) -> Any:
     """
     value, rest = batch, path
     while rest:
-        step = _step(value, rest)
+        step = _step(value, rest, path.removesuffix(rest).rstrip("."))
         if step is None:
             raise BatchError(f"the batch has no {path!r}: nothing is called {rest!r} in {_describe(value)}")
         value, rest = step
@@ -56,9 +56,7 @@ def find_lengths(batch: Any, path: str) -> torch.Tensor:
         return torch.from_numpy(batch.lengths_of(path).copy())
     value = lookup(batch, path)
     if is_torchrec(type(value), "JaggedTensor") or (isinstance(value, torch.Tensor) and value.is_nested):
-        if reason := jagged_refusal(value, path):
-            raise BatchError(reason)
-        value = jagged_lengths(value)
+        value = jagged_lengths(value, path)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         value = torch.from_numpy(value.astype(np.int64))
     is_tensor = isinstance(value, torch.Tensor) and value.dim() == 1
@@ -71,7 +69,7 @@ def find_lengths(batch: Any, path: str) -> torch.Tensor:
     return lengths
 
 
-def _step(value: Any, path: str) -> tuple[Any, str] | None:
+def _step(value: Any, path: str, before: str) -> tuple[Any, str] | None:
     """One part of the path further; keys may hold dots themselves."""
     keyed = is_keyed(value)
     container = None if keyed else container_of(value)
@@ -82,8 +80,7 @@ def _step(value: Any, path: str) -> tuple[Any, str] | None:
         name, rest = ".".join(parts[:count]), ".".join(parts[count:])
         if keyed:
             if name in value.keys():  # noqa: SIM118 - not a dict
-                stride, index = value.stride(), list(value.keys()).index(name)
-                return jagged_lengths(value)[index * stride : (index + 1) * stride], rest
+                return jagged_lengths(value, before)[list(value.keys()).index(name)], rest
         elif name in named:
             return named[name], rest
         elif not isinstance(value, torch.Tensor | Mapping) and name.isidentifier() and hasattr(value, name):

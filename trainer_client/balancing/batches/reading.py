@@ -17,8 +17,8 @@ from trainer_client.balancing.batches.containers import (
     is_keyed,
     is_list_of_objects,
     is_torchrec,
-    jagged_lengths,
 )
+from trainer_client.balancing.batches.jagged import jagged_lengths, jagged_values
 from trainer_client.balancing.batches.kinds import (
     PICKLES,
     Derived,
@@ -32,7 +32,6 @@ from trainer_client.balancing.batches.kinds import (
 )
 from trainer_client.balancing.batches.refusals import (
     DERIVED,
-    jagged_refusal,
     name_of,
     refusal,
     tensor_refusal,
@@ -73,7 +72,7 @@ class Reading:
         self.fields: list[Field] = []  # the leaves of the tree
         self.leaves: list[tuple[Any, ...]] = []  # what makes the `Leaf` of each tensor, but with paths for columns
         self.tensors: list[torch.Tensor] = []
-        self.lengths: list[tuple[torch.Tensor, tuple[str, ...]]] = []  # (columns × n,) each, and paths of its columns
+        self.lengths: list[tuple[torch.Tensor, tuple[str, ...]]] = []  # (columns × n) each, and paths of its columns
         self.shared: list[Any] = []
         self.sizes: list[tuple[str, int]] = []  # numbers of samples, and who says so
         self.batch_sizes: list[tuple[str, int]] = []  # those that are fields of the batch
@@ -84,7 +83,7 @@ class Reading:
 
     @property
     def all_lengths(self) -> list[torch.Tensor]:
-        """(columns × n,) each, of the columns of `Structure.lengths`."""
+        """(columns × n) each, of the columns of `Structure.lengths`."""
         return [tensor for tensor, _ in self.lengths] + [self.tensors[leaf] for leaf in self.structure.counts]
 
     def visit(self, value: Any, path: str) -> Tree | None:
@@ -225,8 +224,7 @@ class Reading:
         return Rows(leaf, None, padding, column)
 
     def _jagged(self, value: Any, path: str, _declared: Declared) -> Jagged:
-        if reason := jagged_refusal(value, path):
-            raise BatchError(reason)
+        lengths, (values, weights) = jagged_lengths(value, path), jagged_values(value, path)
         is_nested, alike = isinstance(value, torch.Tensor), None
         if is_nested:
             offsets = value.offsets()
@@ -234,13 +232,12 @@ class Reading:
             self._offsets.append((path, offsets))
         keys = tuple(value.keys()) if is_keyed(value) else None
         columns, weight_paths = _jagged_paths(path, keys)
-        lengths, weights = jagged_lengths(value), None if is_nested else value.weights_or_none()
-        leaf, weight_leaf = self._add(value.values(), path, 0, columns, columns), None
+        leaf, weight_leaf = self._add(values, path, 0, columns, columns), None
         if weights is not None:
             weight_leaf = self._add(weights, _join(path, "weights"), 0, columns, weight_paths)
         if columns:
             self.lengths.append((lengths, columns))
-            self.sizes.append((columns[0], lengths.numel() if keys is None else value.stride()))
+            self.sizes.append((columns[0], lengths.numel() if keys is None else lengths.shape[1]))
         return Jagged(columns, leaf, weight_leaf, lengths.dtype, keys, is_nested, alike)
 
     def _objects(self, values: Sequence[Any] | NDArray[Any], path: str) -> Objects:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_client.balancing.batches.containers import is_keyed, is_lazy_stack, is_torchrec
+from trainer_client.balancing.batches.containers import is_lazy_stack, is_torchrec
 
 DERIVED = "in derived, with the function that gives it, if it follows from the samples"
 
@@ -48,25 +48,6 @@ def tensor_refusal(tensor: torch.Tensor, path: str) -> str:
     else:
         return ""
     return f"{name_of(path)} {why}"
-
-
-def jagged_refusal(value: Any, path: str) -> str:
-    """Why a `JaggedTensor`, `KeyedJaggedTensor` or nested tensor cannot be moved; "" if it can."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.jagged and value.lengths() is None and getattr(value, "_ragged_idx", 1) == 1:  # type: ignore[attr-defined]
-            return ""
-        return (
-            f"{name_of(path)} is a nested tensor of layout {value.layout}, with holes or another ragged dimension than "
-            "1; use layout=torch.jagged, ragged right after the batch, and .contiguous()"
-        )
-    if not is_keyed(value):
-        return ""
-    if not value.variable_stride_per_key() and value.inverse_indices_or_none() is None:
-        return ""
-    return (
-        f"{name_of(path)} is a KeyedJaggedTensor with a variable batch size per feature; its rows are no samples: "
-        "balance before deduplicating, or build it without stride_per_key_per_rank and inverse_indices"
-    )
 
 
 def refusal(value: Any, path: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from tests.trainer_client.balancing.batches.helpers import OnDevice
 from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten
 
 X = torch.arange(3) + 10
@@ -36,6 +37,18 @@ def jagged(values: int, *lengths: int) -> JaggedTensor:
 
 def keyed(values: int, lengths: list[int], **options: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["z", "a"], torch.arange(values), lengths=torch.tensor(lengths), **options)
+
+
+def deduplicated(positions: list[Any] | torch.Tensor, lengths: Any = (1, 1, 1), **options: Any) -> Any:
+    inverse = list("az"), torch.as_tensor(positions)
+    return keyed(3, lengths, **{"stride_per_key_per_rank": [[2], [1]], "inverse_indices": inverse} | options)
+
+
+class Packed(JaggedTensor):
+    """As TorchRec's modules will give it where equal rows are stored once."""
+
+    def values(self) -> torch.Tensor:
+        raise RuntimeError("no values before materialize()")
 
 
 def stack(*sizes: int) -> Any:
@@ -69,7 +82,28 @@ VALUES = {
     "meta values": Case(JaggedTensor(X.to("meta"), lengths=torch.ones(3).long()), "'v' is a meta tensor"),
     "keyed tensor": Case(KeyedTensor(["a"], [2], torch.zeros(3, 2)), "'v' is a KeyedTensor, pooled embeddings.*pass "),
     "lazy stack": Case(stack(2, 2, 2), r"'v' is a lazy stack of TensorDicts.*pass v\.contiguous\(\), or .*v\.densify"),
-    "variable batch": Case(keyed(3, [1, 1, 1], stride_per_key_per_rank=[[2], [1]]), "'v' is a KeyedJaggedTensor with"),
+    "variable batch": Case(
+        keyed(3, [1, 1, 1], stride_per_key_per_rank=[[2], [1]]),
+        "'v' is a KeyedJaggedTensor with .*: give it inverse_indices, or balance",
+    ),
+    "row that is not stored": Case(deduplicated([[0, 1, 0], [0, 1, 2]]), "'v' is a KeyedJaggedTensor that contradicts"),
+    "row before the first": Case(deduplicated([[0, 0, 0], [0, 1, -1]]), "'v' .*; give for each key and sample in inv"),
+    "rows of one key": Case(deduplicated([[0, 0, 0]]), "'v' is a KeyedJaggedTensor that contradicts itself"),
+    "rows of no key": Case(deduplicated([0, 0]), "'v' is a KeyedJaggedTensor that contradicts itself"),
+    "rows of another key": Case(
+        deduplicated([], inverse_indices=(["z"], torch.zeros(1, 3).long())), "'v' is a KeyedJaggedTensor that contra"
+    ),
+    "rows without values": Case(deduplicated([[0, 0, 0], [0, 1, 1]], [1, 1, 2]), "'v' is .* contradicts itself"),
+    "rows of negative length": Case(deduplicated([[0, 0, 0], [0, 1, 1]], [3, -1, 1]), "'v' is .* contradicts itself"),
+    "rows without lengths": Case(deduplicated([[0, 0, 0], [0, 1, 1]], [1, 2]), "'v' is .* contradicts itself"),
+    "deduplicated on a device": Case(
+        deduplicated(torch.zeros(2, 3, dtype=torch.int64).as_subclass(OnDevice)), "'v' is a dedu.*; balance the host's"
+    ),
+    "lengths of another number": Case(keyed(5, [1] * 5, stride=3), "'v' has 5 lengths for 2 keys of 3 samples; give"),
+    "packed jagged": Case(
+        Packed(X, lengths=torch.ones(3).long()),
+        r"'v' is a .*Packed that gives no values \(no v.*pass v.materialize\(\)",
+    ),
     "too many values": Case(jagged(5, 1, 2, 0), "'v' holds 5 values, .* add up to 3; drop the values that belong to"),
     "too few values of keys": Case(keyed(5, [1] * 6), "'v' holds 5 values, .* add up to 6; values are missing"),
     "negative length": Case(jagged(1, 2, -1, 0), "sample 1 of 'v' has length -1; it must be 0 to"),
