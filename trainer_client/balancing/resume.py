@@ -125,14 +125,14 @@ class LoaderState:
         A pipeline sees the end of an epoch some steps before it has trained its last batch. So a pass may be over, and
         the loop that saved it still be in its epoch: there nothing is left of it.
         """
-        source, own = self.source, self.epoch
-        if source is not None and own is None and source.way == "sampler":
-            own = source.at["epoch"]
-        if source is None or own is None or (self.finished and own != epoch):
+        source, local = self.source, self.epoch
+        if source is not None and local is None and source.way == "sampler":
+            local = source.at["epoch"]
+        if source is None or local is None or (self.finished and local != epoch):
             return self
         if self.finished:
             return replace(self, finished=False, source=replace(source, ended=True))
-        return self if own == epoch else None
+        return self if local == epoch else None
 
     def repeating(self) -> LoaderState:
         """The state of the beginning of its window, which is trained again."""

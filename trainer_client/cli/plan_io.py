@@ -202,10 +202,10 @@ def race(content: PlanFile, seconds: float, statistics: Sequence[Path], device: 
 def texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:
     """What can be written, by the flag that names its file."""
     report = encode(make_report(content.request, content.plan))
-    found = {"--output": dumps(content), "--report": json.dumps(report, indent=1) + "\n"}
+    result = {"--output": dumps(content), "--report": json.dumps(report, indent=1) + "\n"}
     if sharding_plan is not None and content.plan.placements:
-        found["--sharding-plan"] = sharding_plan_module(content.request, content.plan, sharding_plan.stem)
-    return found
+        result["--sharding-plan"] = sharding_plan_module(content.request, content.plan, sharding_plan.stem)
+    return result
 
 
 def show_code(content: PlanFile) -> None:

@@ -42,8 +42,8 @@ def dynamicemb_constraints(request: PlanRequest, plan: Plan, **options: Any) -> 
         InvalidInputError: If the plan is for another runtime or for other tables.
         ModuleNotFoundError: If DynamicEmb is not installed.
     """
-    found: dict[str, Any] = _run(dynamicemb_lines(request, plan, options), options=options)["constraints"]
-    return found
+    result: dict[str, Any] = _run(dynamicemb_lines(request, plan, options), options=options)["constraints"]
+    return result
 
 
 def fused_params(request: PlanRequest) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def fused_params(request: PlanRequest) -> dict[str, Any]:
     if len(used) > 1:
         remedy = "apply optimizers in backward, or give each optimizer's tables a sharder of their own"
         raise InvalidInputError("tables.optimizer", used, "differs between tables, and a sharder takes one", remedy)
-    found: dict[str, Any] = _run(fused_params_lines(request))["fused_params"]
-    return found
+    result: dict[str, Any] = _run(fused_params_lines(request))["fused_params"]
+    return result
 
 
 def parameter_constraints(request: PlanRequest, plan: Plan) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def parameter_constraints(request: PlanRequest, plan: Plan) -> dict[str, Any]:
     Raises:
         InvalidInputError: If the plan is for another runtime or for other tables.
     """
-    found: dict[str, Any] = _run(torchrec_lines(request, plan))["constraints"]
-    return found
+    result: dict[str, Any] = _run(torchrec_lines(request, plan))["constraints"]
+    return result
 
 
 def sharding_plan(model: nn.Module, request: PlanRequest, plan: Plan, *, device: str = "cuda") -> ShardingPlan:
@@ -98,8 +98,8 @@ def sharding_plan(model: nn.Module, request: PlanRequest, plan: Plan, *, device:
                 raise InvalidInputError("plan", config.name, "does not place this table of the model", remedy)
             check_same(config, tables[config.name])
             paths[config.name] = path
-    found: ShardingPlan = _run([sharding_plan_module(request, plan, "plan", paths=paths, device=device)])["plan"]
-    return found
+    result: ShardingPlan = _run([sharding_plan_module(request, plan, "plan", paths=paths, device=device)])["plan"]
+    return result
 
 
 def load_sharding_plan(path: str | Path, model: nn.Module | None = None, *, device: str = "cuda") -> ShardingPlan:
@@ -120,5 +120,5 @@ def load_sharding_plan(path: str | Path, model: nn.Module | None = None, *, devi
         return sharding_plan(model, content.request, content.plan, device=device)
     with naming(content.request.tables):
         module = sharding_plan_module(content.request, content.plan, "plan", device=device)
-    found: ShardingPlan = _run([module])["plan"]
-    return found
+    result: ShardingPlan = _run([module])["plan"]
+    return result

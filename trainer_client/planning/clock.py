@@ -110,25 +110,25 @@ class TableModel(nn.Module):
         """The keys of each collection on a device."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        found = {}
+        result = {}
         for name, tables in self.tables.items():
             values = torch.cat([batch[table.name][0] for table in tables]).to(device)
             lengths = torch.cat([batch[table.name][1] for table in tables]).to(device)
-            found[name] = KeyedJaggedTensor(
+            result[name] = KeyedJaggedTensor(
                 keys=[feature for table in tables for feature in _features(table)],
                 values=values,
                 lengths=lengths,
                 weights=torch.ones(len(values), device=device) if tables[0].weighted else None,
             )
-        return found
+        return result
 
     def forward(self, keys: dict[str, Any]) -> torch.Tensor:
         """The sum of the means of all embeddings."""
         parts = []
         for name, module in self.collections.items():
-            found = module(keys[name])
+            result = module(keys[name])
             pooled = self.tables[name][0].pooled
-            parts += [each.values().mean() for each in ([found] if pooled else found.values())]
+            parts += [each.values().mean() for each in ([result] if pooled else result.values())]
         return torch.stack(parts).sum()
 
 
@@ -233,9 +233,9 @@ class Trial:
 
     def timing(self) -> Timing:
         """What was measured, and the time of kernels, which is measured now. Collective."""
-        own = [statistics.median(self.steps), statistics.median(self.launches), self._kernels()]
+        local = [statistics.median(self.steps), statistics.median(self.launches), self._kernels()]
         every: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(every, own, group=self._group)
+        dist.all_gather_object(every, local, group=self._group)
         step, host, kernels = (max(column) for column in zip(*every, strict=True))
         return Timing(step_s=step, host_s=host, kernels_s=kernels or None)
 
@@ -270,9 +270,9 @@ class Trial:
 
 def is_true_anywhere(value: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
     """Whether a value is true on any rank; the same answer on all."""
-    found = torch.tensor([float(value)], device=device)
-    dist.all_reduce(found, group=group)
-    return bool(found.item())
+    result = torch.tensor([float(value)], device=device)
+    dist.all_reduce(result, group=group)
+    return bool(result.item())
 
 
 def wait(device: torch.device) -> None:

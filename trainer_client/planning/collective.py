@@ -98,8 +98,8 @@ def run_on_ranks(work: Callable[..., T], ranks: int, kind: str, *arguments: obje
             lines = (ended.stdout + ended.stderr).strip().splitlines() or ["it said nothing"]
             shown = next((line for line in lines if line.startswith("[rank") and "Error: " in line), lines[-1])
             raise RuntimeError(f"{module} failed on {ranks} ranks (exit {ended.returncode}): {shown[:300]}")
-        found: T = pickle.loads(Path(file.name).read_bytes())
-    return found
+        result: T = pickle.loads(Path(file.name).read_bytes())
+    return result
 
 
 def main() -> None:
@@ -111,9 +111,9 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
-    found = work(device, *arguments)
+    result = work(device, *arguments)
     if dist.get_rank() == 0:
-        file.write_bytes(pickle.dumps(found))
+        file.write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
 
 

@@ -64,7 +64,7 @@ def _tables(
             remedy = f"use some of: {', '.join(sorted(set(Table.__dataclass_fields__) - _TOLD))}"
             raise InvalidInputError(field, value, "is no field of a table", remedy)
     tables = []
-    for config, own in owned:
+    for config, local in owned:
         features = max(1, len(config.feature_names))
         fields = {
             "name": config.name,
@@ -76,7 +76,7 @@ def _tables(
             "access": access.get(config.name, Zipf()),
             "pooled": hasattr(config, "pooling"),
         }
-        tables.append(Table(**{**same, **own, **fields}))
+        tables.append(Table(**{**same, **local, **fields}))
     return tuple(tables)
 
 
@@ -95,19 +95,19 @@ def naming(tables: Sequence[Table]) -> Iterator[None]:
     try:
         yield
     except InvalidInputError as error:
-        found = re.match(r"tables\[(\d+)\]", error.field)
-        if found is None:
+        result = re.match(r"tables\[(\d+)\]", error.field)
+        if result is None:
             raise
-        field = tables[int(found[1])].name + error.field[found.end() :]
+        field = tables[int(result[1])].name + error.field[result.end() :]
         raise InvalidInputError(field, error.value, error.problem, error.remedy) from None
 
 
 def check_same(config: Any, table: Table) -> None:
     """Raises `InvalidInputError` where a table of a model is not as it was planned."""
-    found = (config.num_embeddings, config.embedding_dim, _data_type(config).value)
-    if found != (table.rows, table.dim, table.data_type.value):
+    result = (config.num_embeddings, config.embedding_dim, _data_type(config).value)
+    if result != (table.rows, table.dim, table.data_type.value):
         what = f"differs from the plan, which is for {table.rows} by {table.dim} of {table.data_type.value}"
-        raise InvalidInputError(config.name, found, what, "plan for the tables of this model")
+        raise InvalidInputError(config.name, result, what, "plan for the tables of this model")
 
 
 def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
@@ -124,13 +124,13 @@ def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
     owned: list[tuple[Any, dict[str, Any]]] = []
     paths: dict[str, str] = {}
     for path, module in embedding_modules(model):
-        own: dict[str, Any] = {"group": path, "weighted": bool(getattr(module, "is_weighted", bool)())}
+        local: dict[str, Any] = {"group": path, "weighted": bool(getattr(module, "is_weighted", bool)())}
         if "sharding" in options and _is_managed(model.get_submodule(path)):
-            own["sharding"] = _by_rows(path, options["sharding"])
+            local["sharding"] = _by_rows(path, options["sharding"])
         for config in module_configs(module):
             if paths.setdefault(config.name, path) != path:
                 raise InvalidInputError(config.name, path, "is in two modules", "give tables names of their own")
-            owned.append((config, own))
+            owned.append((config, local))
     return _tables(owned, ids_per_sample, access, {"optimizer": Optimizer.ADAM, **options})
 
 
@@ -145,7 +145,7 @@ def embedding_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
     kinds = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
-    found: list[tuple[str, nn.Module]] = []
+    result: list[tuple[str, nn.Module]] = []
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
         if isinstance(module, FeatureProcessedEmbeddingBagCollection):
@@ -157,8 +157,8 @@ def embedding_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         else:
             continue
         inside.add(held)
-        found.append((path, held))
-    return found
+        result.append((path, held))
+    return result
 
 
 def _is_managed(module: nn.Module) -> bool:
@@ -186,10 +186,10 @@ def module_configs(module: Any) -> list[Any]:
 
 def features_of(model: nn.Module) -> dict[str, Sequence[str]]:
     """The features of each table of the model, by its name."""
-    found: dict[str, Sequence[str]] = {}
+    result: dict[str, Sequence[str]] = {}
     for _, module in embedding_modules(model):
-        found |= {config.name: config.feature_names for config in module_configs(module)}
-    if not found:
+        result |= {config.name: config.feature_names for config in module_configs(module)}
+    if not result:
         remedy = "give the model before it is sharded, or the features of each table by its name"
         raise InvalidInputError("tables", type(model).__name__, "has no embedding collection of TorchRec", remedy)
-    return found
+    return result

@@ -60,15 +60,15 @@ def hbm_bytes(device: torch.device) -> int:
 
 def host_bytes() -> int:
     """Memory that processes of this host may use: all there is, or what the container may have of it."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    result = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _CGROUPS:
         try:
             text = Path(path).read_text("ascii").strip()
         except OSError:
             continue
         if text.isdigit():
-            found = min(found, int(text))
-    return found
+            result = min(result, int(text))
+    return result
 
 
 def _local_ranks(ranks: int) -> int:
