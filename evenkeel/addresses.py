@@ -73,13 +73,13 @@ def endpoints(address: str) -> list[Endpoint]:
     Raises:
         OSError: If a name has no address.
     """
-    found: dict[Endpoint, None] = {}
+    result: dict[Endpoint, None] = {}
     for each in address.split(","):
         host, _, port = each.rpartition(":")
         host = host.strip("[]")
         for *_, place in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM):
-            found[Endpoint(str(place[0]), int(port), host)] = None
-    return list(found)
+            result[Endpoint(str(place[0]), int(port), host)] = None
+    return list(result)
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -115,16 +115,16 @@ def _evenly(count: int, most: int) -> list[int]:
 def _samples(lengths: NDArray[np.int64], linear: float, pairs: float) -> RoundSamples:
     """A round of (batches, ranks, samples) lengths; a rank offers to split its heaviest, a good part of its batch."""
     batches, ranks, each = lengths.shape
-    own = lengths.swapaxes(0, 1).reshape(ranks * batches, each)
-    spans = SpanCosts.of(own.ravel(), per_position=linear, per_pair=pairs)
-    costs = spans.whole.reshape(own.shape)
+    local = lengths.swapaxes(0, 1).reshape(ranks * batches, each)
+    spans = SpanCosts.of(local.ravel(), per_position=linear, per_pair=pairs)
+    costs = spans.whole.reshape(local.shape)
     order = np.argsort(np.argsort(-costs, axis=1, kind="stable"), axis=1)
-    heavy = (costs >= SHARE * costs.sum(axis=1, keepdims=True)) & (own > 1) & (order < MOST)
+    heavy = (costs >= SHARE * costs.sum(axis=1, keepdims=True)) & (local > 1) & (order < MOST)
     which = np.flatnonzero(heavy)
     return RoundSamples(
         batch_sizes=np.full((ranks, batches), each, np.int64),
         costs=spans.whole,
-        lengths=own.reshape(-1, 1),
+        lengths=local.reshape(-1, 1),
         divisible=table_of(spans.take(which), which, np.zeros(which.size)),
         roles=np.ones(1, np.int64),
     )

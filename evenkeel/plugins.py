@@ -47,8 +47,8 @@ class Plugins(Generic[T]):
         if name in self.own:
             return self.own[name]
         self.check(name)
-        found: Any = self.installed[name].load()
-        return found  # type: ignore[no-any-return]
+        result: Any = self.installed[name].load()
+        return result  # type: ignore[no-any-return]
 
     def check(self, name: str) -> None:
         """Whether there is such a part.

@@ -32,12 +32,12 @@ KNOWN = {
 
 def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that nothing reads, and the one that each is likely meant to be."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name in environment:
         rest = name.removeprefix(_PREFIX)
         if rest == name or rest in KNOWN or name.startswith(_OF_OTHERS):
             continue
         near = difflib.get_close_matches(rest, KNOWN, n=1, cutoff=0.75)
         if near:
-            found[name] = _PREFIX + near[0]
-    return found
+            result[name] = _PREFIX + near[0]
+    return result

@@ -155,16 +155,16 @@ def hashed(keys: Array) -> Array:
     mixed = keys.astype(np.int64).view(np.uint64) + _GOLDEN
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
-    found: Array = mixed ^ (mixed >> np.uint64(31))
-    return found
+    result: Array = mixed ^ (mixed >> np.uint64(31))
+    return result
 
 
 def unhashed(hashes: Array) -> Array:
     """(n,) the int64 keys that `hashed` gave these hashes."""
     mixed = _unshifted(hashes, 31) * np.uint64(pow(int(_SECOND), -1, 1 << 64))
     mixed = _unshifted(mixed, 27) * np.uint64(pow(int(_FIRST), -1, 1 << 64))
-    found: Array = (_unshifted(mixed, 30) - _GOLDEN).view(np.int64)
-    return found
+    result: Array = (_unshifted(mixed, 30) - _GOLDEN).view(np.int64)
+    return result
 
 
 def _unshifted(mixed: Array, by: int) -> Array:
@@ -223,10 +223,10 @@ class KeySampler:
                     runs[table].append(values[first:last])
         counted = np.zeros(len(self.tables))
         is_counted = self._is_counted()
-        for table, found in enumerate(runs):
-            if not found:
+        for table, result in enumerate(runs):
+            if not result:
                 continue
-            keys = np.concatenate(found)
+            keys = np.concatenate(result)
             self.lookups[table] += len(keys)
             if not is_counted:  # only of the sample is it asked which keys are the same
                 hashes = hashed(keys)
@@ -261,8 +261,8 @@ class KeySampler:
         limit = self._limits[table]
         excess = 0.0
         if limit < ALL and self._unique:
-            found = np.bincount(step, minlength=self.steps) / ((limit + 1) / (ALL + 1))
-            excess = float(np.mean([found[at] - unique[table] for at, unique in self._unique.items()]))
+            result = np.bincount(step, minlength=self.steps) / ((limit + 1) / (ALL + 1))
+            excess = float(np.mean([result[at] - unique[table] for at, unique in self._unique.items()]))
         return KeyTrace(
             steps=self.steps,
             samples=self.samples,

@@ -211,5 +211,5 @@ class _Handler(BaseHTTPRequestHandler):
             peer=str(self.client_address[0]),
             is_secure=isinstance(self.connection, ssl.SSLSocket),
         )
-        found = None if self.site is None else self.site.answer(request)
-        return found or Response(status=404, body=b"there are /metrics, /healthz and /readyz\n")
+        result = None if self.site is None else self.site.answer(request)
+        return result or Response(status=404, body=b"there are /metrics, /healthz and /readyz\n")

@@ -102,14 +102,18 @@ class TokenStore:
         if scheme.lower() != "bearer" or not token or len(token) > MAX_TOKEN_LENGTH:
             raise AuthenticationError("malformed authorization: send 'authorization: Bearer TOKEN'")
         # A hash is looked up: how long that takes says nothing about tokens, of which nobody can choose the hash.
-        found = self._holders.get(hash_token(token))
-        if found is None:
+        result = self._holders.get(hash_token(token))
+        if result is None:
             raise AuthenticationError("unknown token: it is wrong, or has been withdrawn")
-        if found.expires is not None and self._now() >= found.expires:
-            raise AuthenticationError(f"token {found.name!r} expired at {found.expires.isoformat()}: ask for a new one")
-        if service not in found.services:
-            raise AuthenticationError(f"token {found.name!r} is for {', '.join(found.services)}, not for the {service}")
-        return found
+        if result.expires is not None and self._now() >= result.expires:
+            raise AuthenticationError(
+                f"token {result.name!r} expired at {result.expires.isoformat()}: ask for a new one"
+            )
+        if service not in result.services:
+            raise AuthenticationError(
+                f"token {result.name!r} is for {', '.join(result.services)}, not for the {service}"
+            )
+        return result
 
 
 def hash_token(token: str) -> str:
