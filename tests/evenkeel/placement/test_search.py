@@ -81,8 +81,14 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     expected = brute_force(asked, GRID)
     found = solve(problem, Watch(20))
     assert found.proved
+    limited = problem.limited()
+    core = solve_core(limited, np.isfinite(limited.seconds), gap=0.0, start=None, watch=Watch(20))
+    assert core[1] == pytest.approx(expected, rel=1e-7), "without prices, starts and what they rule out"
+    assert core[2]
+    assert found.bound == pytest.approx(expected, rel=1e-6)
     if not np.isfinite(expected):
         assert found.choice is None
+        assert core[0] is None
         return
     assert found.choice is not None
     assert found.cost == pytest.approx(expected, rel=1e-7)
@@ -95,9 +101,6 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert max(near.bound, late.bound) <= expected * (1 + 1e-9) <= near.cost * (1 + 1e-6)
     assert near.cost * (1 - 0.1) <= near.bound * (1 + 1e-9)
     assert late.cost == pytest.approx(expected, rel=1e-7)
-    limited = problem.limited()
-    _, alone, _ = solve_core(limited, np.isfinite(limited.seconds), gap=0.0, start=None, watch=Watch(20))
-    assert alone == pytest.approx(expected, rel=1e-7), "without prices, starts and what they rule out"
 
 
 @given(st.integers(0, 10_000_000))
