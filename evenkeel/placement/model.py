@@ -216,14 +216,20 @@ class Topology:
     @property
     def hbm_budget(self) -> int:
         """Bytes that tables may use on one rank."""
-        return max(0, math.floor(self.hbm_bytes * (1 - self.hbm_reserved_fraction)) - self.hbm_reserved_bytes)
+        return self.hbm_budget_of(self.hbm_bytes)
 
     @property
     def host_budget(self) -> int | None:
         """Bytes that tables may use on one host; `None` is unlimited."""
-        if self.host_bytes is None:
-            return None
-        return max(0, math.floor(self.host_bytes * (1 - self.host_reserved_fraction)) - self.host_reserved_bytes)
+        return None if self.host_bytes is None else self.host_budget_of(self.host_bytes)
+
+    def hbm_budget_of(self, size: int) -> int:
+        """The same of a rank with so many bytes."""
+        return max(0, math.floor(size * (1 - self.hbm_reserved_fraction)) - self.hbm_reserved_bytes)
+
+    def host_budget_of(self, size: int) -> int:
+        """The same of a host with so many bytes."""
+        return max(0, math.floor(size * (1 - self.host_reserved_fraction)) - self.host_reserved_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

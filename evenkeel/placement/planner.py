@@ -47,9 +47,14 @@ def plan(
     Raises:
         InvalidInputError: If a table has no placement that can run, or what tables are pinned to cannot be agreed on.
     """
-    watch = Watch(request.solver.time_limit_s, clock=clock)
+    return plan_in_time(request, Watch(request.solver.time_limit_s, clock=clock))
+
+
+def plan_in_time(request: PlanRequest, watch: Watch, share: float = 1.0) -> Plan:
+    """The same by a watch: of what it has left once the tables are priced, the search takes a share."""
     problem = build_problem(request, watch=watch)
     _check_pins(request, problem)
+    watch = watch.part(share)
     trivial = trivial_placements(request, problem, watch)
     gap = 0.0 if len(request.tables) <= EXACT_TABLES and not problem.has_shards else request.solver.gap
     starts = [placed for placed in trivial.values() if placed is not None]
@@ -58,8 +63,8 @@ def plan(
     if placed is None:
         if not solution.proved:
             return found
-        left = Watch(max(_MOMENT_S, watch.left()), clock=clock)
-        return replace(found, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
+        shortage = explain_shortage(request, problem, watch.at_least(_MOMENT_S))
+        return replace(found, status=Status.INFEASIBLE, shortage=shortage)
     return replace(
         found,
         status=Status.OPTIMAL if gap <= max(request.solver.gap, _NO_GAP) * 1.001 else Status.FEASIBLE,

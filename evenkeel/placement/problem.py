@@ -9,7 +9,7 @@ bytes, a narrower one cannot hold a wider table. Column shards of the sequence t
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -191,13 +191,19 @@ def cheapest(values: FloatArray, starts: IntArray, rows: IntArray) -> IntArray:
     return found
 
 
-def budgets(request: PlanRequest, topology: Topology | None = None) -> FloatArray:
+def budgets(request: PlanRequest) -> FloatArray:
     """(2,) units that tables may use: HBM of a rank without the runtime's workspace, and memory of a host."""
-    topology = topology or request.topology
-    workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables else 0
-    hbm = max(0, topology.hbm_budget - workspace) if topology.hbm_bytes else 0
-    host = np.inf if topology.host_budget is None else topology.host_budget // PAGE * PAGE / UNIT
-    return np.array([hbm // PAGE * PAGE / UNIT, host])
+    sizes = (request.topology.hbm_bytes, request.topology.host_bytes)
+    return np.array([np.inf if size is None else budget_of(request, b)(size) for b, size in enumerate(sizes)])
+
+
+def budget_of(request: PlanRequest, resource: int) -> Callable[[int], float]:
+    """The units that tables may use of so many bytes: HBM of a rank (0), or memory of a host (1)."""
+    machines, workspace = request.topology, 0
+    if resource == 0 and request.tables:
+        workspace = request.profile.costs(request.runtime).workspace_bytes
+    usable = machines.host_budget_of if resource else machines.hbm_budget_of
+    return lambda size: max(0, usable(size) - workspace) // PAGE * PAGE / UNIT
 
 
 def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch: Watch | None = None) -> Problem:
@@ -260,8 +266,8 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
     pins = [t.ratio for t in (request.tables[index] for index in indices) if t.ratio and t.ratio < 1]
     fine, coarse = (np.unique([*ratios, *pins]) for ratios in (grid, _thinned(grid, len(request.tables))))
     shares_caches = is_fused and request.runtime is Runtime.TORCHREC
-    shared = shared_caches(request, indices, fine) if shares_caches else {}
-    pinned = _pinned_caches(request, indices) if shares_caches else {}
+    shared = shared_caches(request, indices, fine, watch) if shares_caches else {}
+    pinned = _pinned_caches(request, indices, watch) if shares_caches else {}
     every = [
         _options(request, index, (fine, shared.get(index)), (coarse, pinned.get(index)), watch) for index in indices
     ]
@@ -294,12 +300,19 @@ def _numbered(found: list[_Found], sizes: list[int]) -> tuple[IntArray, IntArray
             mine = keys[slot, end - size : end]
             mine[:, 0] = subjects.setdefault(what, len(subjects))
             mine[:, 1], mine[:, 2] = choice
-    every, numbers = np.unique(keys.reshape(-1, 3), axis=0, return_inverse=True)
+    rows, numbers = keys.reshape(-1, 3), np.zeros(keys.shape[0] * keys.shape[1], dtype=np.int64)
+    for column in rows.T:  # much quicker than to sort rows
+        values, own = np.unique(column, return_inverse=True)
+        numbers = numbers * len(values) + own
+    _, first, numbers = np.unique(numbers, return_index=True, return_inverse=True)
+    every = rows[first]
     none = int((every[:, 0] < 0).sum())  # the first one, where there is any
     return numbers.reshape(keys.shape[:2]).T - none, every[none:, 0].astype(np.int64)
 
 
-def shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) -> dict[int, FloatArray]:
+def shared_caches(
+    request: PlanRequest, indices: list[int], ratios: FloatArray, watch: Watch | None = None
+) -> dict[int, FloatArray]:
     """Of each row-wise table that may share a cache, the fraction of its rows there at each ratio of all.
 
     A ratio that tables are given is that of the tables in the cache. Where it is open which those are, a table counts
@@ -315,10 +328,10 @@ def shared_caches(request: PlanRequest, indices: list[int], ratios: FloatArray) 
         if any(len(own) > 1 for own in modes.values()):
             return {}
         able = [index for index in able if modes[index] == (Mode.CACHING,)]
-    return _held(request, able, ROW_WISE, sum(request.tables[index].rows for index in able) * ratios)
+    return _held(request, able, ROW_WISE, sum(request.tables[index].rows for index in able) * ratios, watch)
 
 
-def _pinned_caches(request: PlanRequest, indices: list[int]) -> dict[int, FloatArray]:
+def _pinned_caches(request: PlanRequest, indices: list[int], watch: Watch | None) -> dict[int, FloatArray]:
     """Of each table that must be cached on one rank, at a given ratio, the fraction of its rows in the cache.
 
     The tables of a rank share a cache of all the rows that they are given. Which these are is open: every rank counts
@@ -330,15 +343,20 @@ def _pinned_caches(request: PlanRequest, indices: list[int]) -> dict[int, FloatA
         if recent and table.ratio and allowed_modes(request, table, TABLE_WISE) == (Mode.CACHING,):
             able.append(index)
             slots += table.rows * table.ratio
-    return _held(request, able, TABLE_WISE, np.array([slots]))
+    return _held(request, able, TABLE_WISE, np.array([slots]), watch)
 
 
-def _held(request: PlanRequest, indices: list[int], layout: Layout, slots: FloatArray) -> dict[int, FloatArray]:
+def _held(
+    request: PlanRequest, indices: list[int], layout: Layout, slots: FloatArray, watch: Watch | None
+) -> dict[int, FloatArray]:
     """Of tables that share a cache, the fraction of the rows of each there at each size of it."""
     if len(indices) < 2:
         return {}
     rows = [request.tables[index].rows for index in indices]
-    keys = [RankLoad(request, request.tables[index], layout).keys for index in indices]
+    keys = []
+    for index in indices:
+        _check_time(request, watch)
+        keys.append(RankLoad(request, request.tables[index], layout).keys)
     held = shared_cache(keys, rows, slots) / np.array(rows)[:, None]
     return dict(zip(indices, np.clip(held, 1e-9, 1 - 1e-9), strict=True))
 
@@ -349,12 +367,8 @@ _Ratios = tuple[FloatArray, FloatArray | None]
 
 def _options(request: PlanRequest, index: int, by_rows: _Ratios, others: _Ratios, watch: Watch | None) -> list[Options]:
     """All placements of one table."""
-    table = request.tables[index]
-    if watch is not None and watch.is_over():
-        what = f"is over before the placements of {len(request.tables)} tables are priced"
-        remedy = "give more time, fewer tables or fewer ratio_steps"
-        raise TimeIsUpError("solver.time_limit_s", request.solver.time_limit_s, what, remedy)
-    found = []
+    _check_time(request, watch)
+    table, found = request.tables[index], []
     try:
         for layout in table_layouts(request, table):
             grid, held = by_rows if layout == ROW_WISE else others
@@ -367,6 +381,13 @@ def _options(request: PlanRequest, index: int, by_rows: _Ratios, others: _Ratios
     if not found:
         raise _unable(request, table).under(f"tables[{index}]")
     return found
+
+
+def _check_time(request: PlanRequest, watch: Watch | None) -> None:
+    if watch is not None and watch.is_over():
+        what = f"is over before the placements of {len(request.tables)} tables are priced"
+        remedy = "give more time, fewer tables or fewer ratio_steps"
+        raise TimeIsUpError("solver.time_limit_s", request.solver.time_limit_s, what, remedy)
 
 
 def _unable(request: PlanRequest, table: Table) -> InvalidInputError:

@@ -135,6 +135,10 @@ class Watch:
         """A watch over a part of the time that is left."""
         return Watch(max(0.0, share * self.left()), clock=self._clock)
 
+    def at_least(self, seconds: float) -> Watch:
+        """A watch over the time that is left, or over so much where that is less."""
+        return Watch(max(seconds, self.left()), clock=self._clock)
+
     def is_over(self) -> bool:
         """Whether the time is up."""
         return self.left() <= 0

@@ -13,7 +13,7 @@ from evenkeel.placement.model import MAX_BYTES, Topology
 from evenkeel.placement.options import PAGE
 from evenkeel.placement.placing import place, solve_and_place
 from evenkeel.placement.plan import Shortage
-from evenkeel.placement.problem import SLACK, UNIT, Choice, Problem, budgets
+from evenkeel.placement.problem import SLACK, UNIT, Choice, Problem, budget_of
 from evenkeel.placement.request import PlanRequest, Watch
 from evenkeel.placement.search import solve
 
@@ -89,12 +89,7 @@ def with_memory(topology: Topology, resource: int, size: int) -> Topology:
 
 def smallest_bytes(request: PlanRequest, resource: int, units: float) -> int:
     """The least HBM of a rank (0), or memory of a host (1), whose budget holds `units` beside what is reserved."""
-
-    def holds(size: int) -> bool:
-        budget = budgets(request, with_memory(request.topology, resource, size))[resource]
-        return bool(budget >= max(_LEAST, units - SLACK))
-
-    return bisect_left(range(MAX_BYTES), True, key=holds)
+    return bisect_left(range(MAX_BYTES), max(_LEAST, units - SLACK), key=budget_of(request, resource))
 
 
 def _largest(request: PlanRequest, problem: Problem, choice: Choice | None, resource: int) -> list[str]:

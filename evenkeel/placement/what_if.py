@@ -14,14 +14,14 @@ from evenkeel.placement.fields import TimeIsUpError, require
 from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Plan
-from evenkeel.placement.planner import fastest, plan
+from evenkeel.placement.planner import fastest, plan_in_time
 from evenkeel.placement.problem import Problem, budgets, build_problem
-from evenkeel.placement.request import PlanRequest, Watch, with_time
+from evenkeel.placement.request import PlanRequest, Watch
 from evenkeel.placement.shortage import smallest_bytes, with_memory
 
 MAX_POINTS = 256
 _SHARE = 0.4
-"""Of the time that is left, for the plan of today."""
+"""Of the time that is left once the tables are priced, for the plan of today."""
 _CURVE_GAP = 1e-3
 _CURVE_STEPS = 30
 _GIB_UNITS = 1024.0
@@ -104,10 +104,7 @@ def what_if(
     for index, size in enumerate(hbm_bytes):
         require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
     watch = Watch(request.solver.time_limit_s, clock=clock)
-    try:
-        base = plan(with_time(request, _SHARE * watch.left()), clock=clock)
-    except TimeIsUpError:  # to price the tables takes longer than that: the plan goes before all else
-        base = plan(with_time(request, watch.left()), clock=clock)
+    base = plan_in_time(request, watch, _SHARE)
     saves: list[float | None] = [None, None]
     curves: dict[int, list[CurvePoint]] = {0: [], 1: []}
     with contextlib.suppress(TimeIsUpError):
@@ -117,7 +114,8 @@ def what_if(
         grid = np.unique(np.concatenate([ratio_grid(len(request.tables), steps), ratios]))
         problem = build_problem(request, grid, watch=watch)
         if base.seconds is not None:
-            saves = [_next(request, b, base.seconds, watch.part(0.2)) for b in range(2)]
+            for resource in range(2):
+                saves[resource] = _next(request, resource, base.seconds, watch.part(0.2))
         on_hbm = sorted(set(hbm_bytes)) or _sizes(request, problem, 0, points, watch.part(0.1))
         sizes = [(0, size) for size in on_hbm]
         sizes += [(1, size) for size in _sizes(request, problem, 1, host_points, watch.part(0.1))]

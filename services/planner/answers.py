@@ -20,7 +20,7 @@ import numpy as np
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Table, Topology, plan, what_if
 from evenkeel.placement.access import Access, Eviction, Zipf, step_keys
 from evenkeel.placement.application import lines_to_paste
-from evenkeel.placement.fields import Checked, Length, Range, decode, encode
+from evenkeel.placement.fields import Checked, Length, Range, TimeIsUpError, decode, encode
 from evenkeel.placement.model import MAX_ROWS, Bytes, Rows
 from evenkeel.placement.report import Report, make_report
 from evenkeel.placement.request import with_time
@@ -201,10 +201,14 @@ def answer(request: AnyRequest, deadline: float, memory_bytes: int, plan_cache: 
         if isinstance(request, HitRatesRequest):
             return Answer(document=_written(_hit_rates(request)))
         timed = with_time(request, deadline - time.monotonic())
-        if isinstance(timed, WhatIfRequest):
-            found = what_if(timed, points=timed.points, hbm_bytes=timed.curve_hbm_bytes, host_points=timed.host_points)
-            return Answer(document=_written(found))
-        return _plan(request, timed, plan_cache)
+        try:
+            if isinstance(timed, WhatIfRequest):
+                sizes = timed.curve_hbm_bytes
+                found = what_if(timed, points=timed.points, hbm_bytes=sizes, host_points=timed.host_points)
+                return Answer(document=_written(found))
+            return _plan(request, timed, plan_cache)
+        except TimeIsUpError as error:  # of the time that was left: what was sent is the limit
+            raise TimeIsUpError(error.field, request.solver.time_limit_s, error.problem, error.remedy) from None
 
 
 def _plan(request: PlanRequest, timed: PlanRequest, plan_cache: Path | None) -> Answer:

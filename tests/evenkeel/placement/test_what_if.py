@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,9 +16,11 @@ from evenkeel.placement import (
     Table,
     Topology,
     Zipf,
+    parse_topology,
     plan,
     what_if,
 )
+from evenkeel.placement.fields import TimeIsUpError
 from tests.evenkeel.placement.instances import random_tables, request
 
 
@@ -92,6 +95,32 @@ def test_the_next_gib_saves_what_planning_again_with_it_saves(sharding: Sharding
     assert answer.next_hbm_gib_saves_seconds == pytest.approx(now - then)
     assert answer.plan.placements[0].seconds_per_gib > 0
     assert [value.table for value in answer.tables] == ["t"]
+
+
+def test_many_sizes_of_memory_that_is_partly_reserved_keep_a_short_time_limit() -> None:
+    """Most of it is for the curve."""
+    name, machines = parse_topology("h100x8")
+    machines = replace(machines, hbm_reserved_fraction=0.15)
+    options = SolverOptions(time_limit_s=0.6)
+    tables = random_tables(50, 1)
+    asked = PlanRequest(tables=tables, topology=machines, hardware=name, runtime=Runtime.TORCHREC, solver=options)
+    begin = time.process_time()
+    answer = what_if(asked, points=256, clock=time.process_time)
+    assert time.process_time() - begin < 0.6 + 0.3
+    assert answer.plan.seconds is not None
+    assert len(answer.curve) >= 3
+
+
+@pytest.mark.parametrize("ask", [plan, what_if])
+def test_a_limit_that_is_over_while_tables_that_share_caches_are_priced_is_kept_and_named(
+    ask: Callable[..., object],
+) -> None:
+    tables = tuple(Table(name=f"t{i}", rows=1_000_003 + i, dim=64) for i in range(1500))
+    asked = request(tables, hbm_gib=60, runtime="torchrec", solver=SolverOptions(time_limit_s=0.1))
+    begin = time.process_time()
+    with pytest.raises(TimeIsUpError, match=r"1500 tables are priced \(got 0\.1\); give more time"):
+        ask(asked, clock=time.process_time)
+    assert time.process_time() - begin < 0.1 + 0.3
 
 
 def test_many_sizes_keep_the_time_limit_and_the_plan_is_answered_whatever_it_is() -> None:

@@ -16,10 +16,11 @@ import httpx
 import pytest
 
 from evenkeel.placement import Plan, PlanRequest, parse_topology, plan
-from evenkeel.placement.fields import decode, encode
+from evenkeel.placement.fields import TimeIsUpError, decode, encode
 from evenkeel.placement.plan_file import PlanFile, dumps
 from evenkeel.placement.report import Report, make_report
 from evenkeel.plan_cache import sealed
+from services.planner.answers import WhatIfRequest, answer, read_request
 from services.planner.app import create_app
 from services.planner.settings import Settings
 from tests.services.planner.serving import Served, served
@@ -163,6 +164,27 @@ def test_a_time_limit_that_is_over_while_the_request_is_read_is_named(client: ht
     answer = client.post("/v1/plans", json={**JOB, "tables": tables, "solver": {"time_limit_s": 0.01}})
     assert answer.status_code in (422, 503)  # by whom it is found out depends on how fast the machine is
     assert answer.json()["errors"][0]["field"] == "solver.time_limit_s"
+
+
+@pytest.mark.parametrize("kind", [PlanRequest, WhatIfRequest])
+def test_a_time_limit_that_is_over_while_tables_are_priced_is_named_as_it_was_sent(kind: type[PlanRequest]) -> None:
+    tables = [{"name": str(number), "rows": 1_000_003 + number, "dim": 64} for number in range(1500)]
+    body = {"tables": tables, "topology": "h100x8", "runtime": "torchrec", "solver": {"time_limit_s": 1}}
+    asked = read_request(kind, json.dumps(body).encode(), Settings())
+    begin = time.monotonic()
+    with pytest.raises(TimeIsUpError, match=r"\(got 1\.0\); give more time, fewer tables"):
+        answer(asked, begin + 0.05, 1 << 40)  # reading took the rest
+    assert time.monotonic() - begin < 1
+
+
+def test_a_curve_of_many_points_is_answered_in_time(client: httpx.Client) -> None:
+    tables = [{"name": str(number), "rows": 1_000_003 << (number % 5), "dim": 64} for number in range(50)]
+    asked = {"tables": tables, "topology": "h100x8", "runtime": "torchrec", "points": 256}
+    found = client.post("/v1/whatif", json={**asked, "solver": {"time_limit_s": 1}})
+    assert found.elapsed.total_seconds() < 1 + 1.5
+    assert found.status_code == 200, found.text
+    assert found.json()["plan"]["seconds"] > 0
+    assert len(found.json()["curve"]) <= 256
 
 
 def test_a_hundred_clients_get_answers_or_a_time_to_come_back(service: Served) -> None:
