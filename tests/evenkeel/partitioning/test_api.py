@@ -12,6 +12,7 @@ from evenkeel.partitioning import (
     PartitionNotFoundError,
     partition,
 )
+from evenkeel.partitioning.api import imbalance_of_bound
 from evenkeel.partitioning.problem import MAX_RANKS
 
 
@@ -96,3 +97,8 @@ def test_memory_caps_hold_to_the_last_unit() -> None:
 def test_what_misses_a_cap_by_less_than_a_unit_is_not_called_impossible() -> None:
     with pytest.raises(PartitionNotFoundError):
         partition([1, 1], [0, 1], 2, memory=[1e-20, 1.0], memory_caps=[1e-20, 1.0])
+
+
+def test_imbalance_at_the_bound_is_less_by_as_much_as_the_load() -> None:
+    assert imbalance_of_bound(8.0, 10.0, 1.5) == pytest.approx(1.2)
+    assert imbalance_of_bound(0.0, 0.0, 1.0) == 1.0
