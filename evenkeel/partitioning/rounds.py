@@ -306,6 +306,15 @@ class RoundPlan:
 Found: TypeAlias = RoundPlan | PartitionError
 
 
+def is_uneven(found: Found, options: RoundOptions, above: float) -> bool:
+    """Whether a batch's whole samples need more than `above` times an even division, or fit no memory caps."""
+    if isinstance(found, PartitionError):
+        return True
+    (loads,) = found.loads_after.tolist()
+    speed = float(sum(options.speeds)) if options.speeds else float(len(loads))
+    return found.figures.lower_bound * speed > above * float(sum(loads))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
     """What one rank knows of a round's plan.
@@ -383,7 +392,6 @@ def partition_batches(
     samples: RoundSamples,
     options: RoundOptions,
     steps: NDArray[np.int32] | None = None,
-    tolerance: float | None = None,
 ) -> Batches:
     """Partitions each batch of a round by itself; `steps` are (n,) the batch of each sample, if not as loaded."""
     loads = [None] * samples.num_batches if steps is None else samples.home_loads
@@ -391,7 +399,6 @@ def partition_batches(
     ones = [samples]
     if steps is not None:
         ones = [samples.of(np.flatnonzero(steps == batch)) for batch in range(samples.num_batches)]
-    options = options if tolerance is None else replace(options, tolerance=tolerance)
     pairs = zip(ones, loads, strict=True)
     return Batches(steps, ones, [_partition_batch(one, options, before) for one, before in pairs])
 

@@ -21,7 +21,7 @@ from evenkeel.partitioning.problem import (
     PartitionError,
     PartitionNotFoundError,
 )
-from evenkeel.partitioning.rounds import Figures, Found, RoundOptions, RoundPlan, RoundSamples
+from evenkeel.partitioning.rounds import Figures, Found, RoundOptions, RoundPlan, RoundSamples, is_uneven
 from evenkeel.partitioning.split_cuts import (
     Machine,
     Pieces,
@@ -54,7 +54,8 @@ ROUNDING = 1 + 1e-9  # times a memory cap
 def split_heavy(samples: RoundSamples, options: RoundOptions, found: Found) -> Found:
     """The refinement: a plan with samples in parts where that takes less time than the best plan of whole ones."""
     assert samples.divisible is not None
-    if not _wants_splits(found, options):
+    assert options.split is not None
+    if not is_uneven(found, options, 1 + options.split.above):
         return found
     if samples.num_ranks > 1 and len(samples.divisible):
         search = _Search(samples, options)
@@ -62,16 +63,6 @@ def split_heavy(samples: RoundSamples, options: RoundOptions, found: Found) -> F
         if best is not None:
             return search.result(best, found)
     return _not_in_parts_either(found, samples, options) if isinstance(found, PartitionError) else found
-
-
-def _wants_splits(found: Found, options: RoundOptions) -> bool:
-    """Whether whole samples are too far from an even division, or fit no rank."""
-    if isinstance(found, PartitionError):
-        return True
-    assert options.split is not None
-    (loads,) = found.loads_after.tolist()
-    speed = float(sum(options.speeds)) if options.speeds else float(len(loads))
-    return found.figures.lower_bound * speed > (1 + options.split.above) * float(sum(loads))
 
 
 def _not_in_parts_either(error: PartitionError, one: RoundSamples, options: RoundOptions) -> PartitionError:

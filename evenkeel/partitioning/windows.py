@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.rounds import Batches, RoundOptions, RoundPlan, RoundSamples, partition_batches
+from evenkeel.partitioning.rounds import Batches, RoundOptions, RoundPlan, RoundSamples, is_uneven, partition_batches
 
 GIANT = 1.02  # lower bound over mean load above which a batch cannot be balanced by itself
 ENOUGH = 1e-3  # share of a batch's room below which it counts as full
@@ -33,26 +32,24 @@ Floats = NDArray[np.float64]
 def gather_heavy(samples: RoundSamples, options: RoundOptions, found: Batches) -> Batches:
     """Batches between which samples are exchanged, if their steps take less time.
 
-    Samples change their batch only where some batch has a lower bound above 1.02 times its mean load, and only when the
-    sum over the batches of the largest load falls by that, and by more than the additional moves take.
+    Samples change their batch only where some batch has a lower bound above 1.02 times its mean load or fits no memory
+    caps, and only when the sum over the batches of the largest load falls by that, and by more than the additional
+    moves take.
     """
     loaded = samples.steps
     assert loaded is not None
-    if options.stay or samples.num_ranks < 2:
+    if options.stay or samples.num_ranks < 2 or not any(is_uneven(plan, options, GIANT) for plan in found.plans):
         return found
-    count, equal = samples.num_batches, options.counts == "equal"
     speeds = np.array(options.speeds, np.float64) if options.speeds else np.ones(samples.num_ranks)
-    mean, bound = step_bounds(samples.costs, loaded, count, speeds, equal=equal)
-    if not (bound > GIANT * mean).any():
-        return found
+    quick = replace(options, tolerance=max(options.tolerance, TOLERANCE))
     for fill in FILLS:
-        steps = regroup(samples.costs, loaded, count, speeds, equal=equal, fill=fill)
+        steps = regroup(samples.costs, loaded, samples.num_batches, speeds, equal=options.counts == "equal", fill=fill)
         if (steps == loaded).all():
             continue
-        other = partition_batches(samples, options, steps, max(options.tolerance, TOLERANCE))
+        other = partition_batches(samples, quick, steps)
         if _time(other, options) < _time(found, options):
             found = other
-        reachable = step_bounds(samples.costs, steps, count, speeds, equal=equal)[1].sum()
+        reachable = sum(plan.figures.lower_bound for plan in other.plans if isinstance(plan, RoundPlan))
         if _time(other, replace(options, move_price=0.0)) <= MISSED * reachable:
             break
     return found
@@ -80,15 +77,6 @@ def _bounds(ascending: list[float], speeds: Floats, *, equal: bool) -> tuple[flo
         company = ascending[: _company(len(ascending), len(speeds), equal=equal)]
         alone = (ascending[-1] + sum(company)) / float(speeds.max())
     return mean, max(mean, alone)
-
-
-def step_bounds(
-    costs: NDArray[Any], steps: NDArray[np.int32], num_steps: int, speeds: Floats, *, equal: bool
-) -> tuple[Floats, Floats]:
-    """(num_steps,) each: mean load over speed, and a bound on the largest; arguments as for `regroup`."""
-    batches = [np.sort(costs[steps == step]).tolist() for step in range(num_steps)]
-    mean, bound = np.array([_bounds(each, speeds, equal=equal) for each in batches], np.float64).reshape(-1, 2).T
-    return mean, bound
 
 
 def regroup(

@@ -26,7 +26,7 @@ from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches
 from evenkeel.partitioning.split_search import split_heavy
 from evenkeel.partitioning.splits import SpanCosts
-from evenkeel.partitioning.windows import regroup, step_bounds
+from evenkeel.partitioning.windows import regroup
 from tests.evenkeel.partitioning.instances import (
     Rng,
     draw_amounts,
@@ -176,6 +176,15 @@ def check_partition(rng: Rng) -> None:
         assert Fraction(found.lower_bound) <= largest * (1 + ROUNDING) + Fraction(1, 10**320), "the bound is none"
 
 
+def _means_and_bounds(
+    costs: NDArray[Any], steps: NDArray[Any], num_steps: int, speeds: NDArray[np.float64], counts: str
+) -> NDArray[np.float64]:
+    """(2, num_steps) an even division of each batch, and the lower bound."""
+    batches = [costs[steps == step] for step in range(num_steps)]
+    found = [partition(own, np.zeros(own.size, np.int64), speeds.size, counts=counts, speeds=speeds) for own in batches]
+    return np.array([[one.loads.sum() / speeds.sum(), one.lower_bound] for one in found]).T
+
+
 def check_window(rng: Rng) -> None:
     """Several batches: each keeps its number of samples, no bound rises, and steps take no longer than one by one."""
     num_steps, num_ranks, n = int(rng.integers(1, 5)), int(rng.integers(1, 9)), int(rng.integers(0, 40))
@@ -187,9 +196,9 @@ def check_window(rng: Rng) -> None:
     given = draw_options(rng, costs, homes, num_ranks)
     samples, options = round_of(costs, homes, num_ranks, steps=steps, num_steps=num_steps, **given)
     speeds, equal = np.asarray(given.get("speeds", np.ones(num_ranks))), given["counts"] == "equal"
-    mean, bound = step_bounds(costs, steps, num_steps, speeds, equal=equal)
+    mean, bound = _means_and_bounds(costs, steps, num_steps, speeds, given["counts"])
     moved = regroup(costs, steps.astype(np.int32), num_steps, speeds, equal=equal, fill=rng.uniform(0.5, 1.0))
-    assert (step_bounds(costs, moved, num_steps, speeds, equal=equal)[1] <= bound * (1 + 1e-9)).all()
+    assert (_means_and_bounds(costs, moved, num_steps, speeds, given["counts"])[1] <= bound * (1 + 1e-9)).all()
     batches = partition_batches(samples, options)
     alone = None if any(isinstance(one, PartitionError) for one in batches.plans) else batches.joined(samples)
     try:
@@ -200,7 +209,8 @@ def check_window(rng: Rng) -> None:
     assert (plan_round(samples, options).destinations == found.destinations).all()
     of = steps if found.steps is None else found.steps
     assert (of != steps).any() or (alone is not None and (found.destinations == alone.destinations).all())
-    assert (bound > 1.02 * mean).any() or (of == steps).all(), "samples change their batch, and none has a giant"
+    may_change = alone is None or (bound > 1.02 * (1 - 1e-9) * mean).any()
+    assert may_change or (of == steps).all(), "samples change their batch, and none has a giant"
     for step, figures in enumerate(found.batches):
         own, loaded = np.flatnonzero(of == step), steps == step
         assert own.size == loaded.sum()
