@@ -125,7 +125,7 @@ def differenced(problem: Problem) -> Ranks:
         return match_home(problem, sets, kinds, kinds)
     sums, counts, wanted = np.zeros(num_ranks, np.int64), np.bincount(sets, minlength=num_ranks), arrays.most
     np.add.at(sums, sets, arrays.costs)
-    if problem.free:
+    if (arrays.fewest < arrays.most).any():
         counts = wanted = np.zeros(num_ranks, np.int64)
     caps = arrays.caps if arrays.caps.size else np.zeros(num_ranks)
     set_kinds = np.empty(num_ranks, np.int32)

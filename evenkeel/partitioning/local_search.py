@@ -27,7 +27,8 @@ GOOD = 1.5  # times what a plain move of the right cost would move: no further r
 PARTIAL = 1.2  # by how much cheaper an exchange must be that leaves the giver, or the taker, something to do
 LIGHT = 8  # times all samples, what `give_light_company` looks at
 # The tabu search
-PATIENCE = 60  # steps that bring nothing before it ends, for each unit of effort
+PATIENCE = 120  # steps that bring nothing before it ends
+BUDGET, BUDGET_EACH = 200_000, 20  # entries that it looks at for each unit of effort, and further ones for each sample
 TENURE = 12  # steps for which a sample that was exchanged stays where it is
 ENOUGH = 6  # exchanges with a rank that fit, beyond which the search for a cheaper one ends: cheap ones come first
 SOON = 1 << 11  # entries that a step looks at if that brings the rank and its partner within their limits, about
@@ -448,28 +449,21 @@ def _worst(arrays: Arrays, rows: Rows, ranks: Integers) -> tuple[int, float]:
 
 @kernel
 def search(
-    arrays: Arrays,
-    rows: Rows,
-    ranks: Integers,
-    budget: int,
-    patience: int,
-    barred: Integers,
-    slack: Floats,
-    best: Ranks,
+    arrays: Arrays, rows: Rows, ranks: Integers, effort: int, barred: Integers, slack: Floats, best: Ranks
 ) -> float:
     """Takes load off the rank furthest above its limit, by its best exchange, even one that helps nothing by itself.
 
-    It ends when all ranks are within their limits, when `patience` steps brought no smaller maximum, or when about
-    `budget` entries have been looked at; `best` takes the destinations of the smallest maximum, which it returns.
+    It ends when all ranks are within their limits, when `PATIENCE` steps brought no smaller maximum, or when about as
+    many entries have been looked at as the effort allows; `best` takes the destinations of the smallest maximum, which
+    it returns.
     """
+    budget = effort * (BUDGET + BUDGET_EACH * rows.length[ranks].sum())
     worst, most = _worst(arrays, rows, ranks)
     least, saved, idle = most, False, 0
     takers = np.empty(ranks.size, np.int64)
-    alike = True
-    for r in ranks:
-        alike &= arrays.speeds[r] == arrays.speeds[ranks[0]]
+    alike = (arrays.speeds[ranks] == arrays.speeds[ranks[0]]).all()
     now, blocked = 0, 0
-    while most > 0 and budget > 0 and idle < patience and blocked <= 2:
+    while most > 0 and budget > 0 and idle < PATIENCE and blocked <= 2:
         now += 1
         size = ZERO
         for r in ranks:
@@ -519,14 +513,7 @@ def search(
 
 @kernel
 def exchange_in_groups(
-    arrays: Arrays,
-    order: Ranks,
-    ranks: Integers,
-    begin: Integers,
-    choices: int,
-    effort: int,
-    patience: int,
-    best: Ranks,
+    arrays: Arrays, order: Ranks, ranks: Integers, begin: Integers, choices: int, effort: int, best: Ranks
 ) -> tuple[float, bool]:
     """Exchanges inside each group of ranks: a plain pass if there are `choices`, a search if there is any `effort`.
 
@@ -543,10 +530,7 @@ def exchange_in_groups(
             _read_rows(rows, own, best)
         over = _worst(arrays, rows, own)[1]
         if over > 0 and effort > 0:
-            samples = 0
-            for r in own:
-                samples += rows.length[r]
-            over = search(arrays, rows, own, effort * (200_000 + 20 * samples), patience, barred, slack, best)
+            over = search(arrays, rows, own, effort, barred, slack, best)
         least = max(least, over)
     cramped = False
     for r in ranks:
@@ -595,7 +579,6 @@ def exchange_from(
     *,
     plain: bool = True,
     effort: int = 0,
-    patience: int = 0,
     groups: Groups | None = None,
 ) -> tuple[Ranks, float]:
     """Exchanges from an assignment on, inside each group of ranks; the destinations, and the overload that is left."""
@@ -603,9 +586,8 @@ def exchange_from(
     choices = max(1, min(MOST_CHOICES, CHOICES * problem.num_ranks // max(start.size, 1))) if plain else 0
     for _ in range(12 if effort else 1):
         least, cramped = exchange_in_groups(
-            problem.arrays, problem.order, *(groups or everyone(problem.num_ranks)), choices, effort,
-            patience or PATIENCE * effort, destinations,
-        )  # fmt: skip
+            problem.arrays, problem.order, *(groups or everyone(problem.num_ranks)), choices, effort, destinations
+        )
         if least <= 0 or not cramped:
             break
     return destinations, least

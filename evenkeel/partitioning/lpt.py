@@ -15,8 +15,8 @@ def place_longest_first(arrays: Arrays, items: Ranks, item_begin: Integers, grou
     """Places each group's items onto its ranks, beside what is `placed` already: (n,) rank of each sample, or -1.
 
     Group g has `items[item_begin[g]:item_begin[g + 1]]`, ascending by cost and taken from the end. Of its ranks equally
-    loaded ones get items in their order. A sample that fits under no rank's memory cap goes where it overflows
-    least, for later repair.
+    loaded ones get items in their order, and all get their fewest. A sample that fits under no rank's memory cap goes
+    where it overflows least, for later repair.
     """
     ranks, num_ranks = groups.ranks, arrays.most.size
     loads, used, counts = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
@@ -30,8 +30,9 @@ def place_longest_first(arrays: Arrays, items: Ranks, item_begin: Integers, grou
     weight = np.empty(ranks.size, np.float64)  # less the time of each
     for group in range(groups.begin.size - 1):
         own = ranks[groups.begin[group] : groups.begin[group + 1]]
-        size = ZERO
+        size, spare = ZERO, item_begin[group + 1] - item_begin[group]  # items beyond the fewest of all ranks
         for x in range(own.size):
+            spare -= max(arrays.fewest[own[x]] - counts[own[x]], ZERO)
             weight[x] = -loads[own[x]] / arrays.speeds[own[x]]
             size = push(heap, size, x, weight)
         for i in range(item_begin[group + 1] - 1, item_begin[group] - 1, -1):
@@ -39,7 +40,7 @@ def place_longest_first(arrays: Arrays, items: Ranks, item_begin: Integers, grou
             while size > 0:
                 x = heap[0]
                 rank = own[x]
-                if counts[rank] < arrays.most[rank]:
+                if counts[rank] < arrays.fewest[rank] or (spare > 0 and counts[rank] < arrays.most[rank]):
                     if arrays.memory.size == 0 or used[rank] + arrays.memory[item] <= arrays.caps[rank]:
                         break
                     aside[num_aside] = x
@@ -52,6 +53,7 @@ def place_longest_first(arrays: Arrays, items: Ranks, item_begin: Integers, grou
                         x = aside[y]
             rank = own[x]
             placed[item] = rank
+            spare -= counts[rank] >= arrays.fewest[rank]
             loads[rank] += arrays.costs[item]
             counts[rank] += 1
             if arrays.memory.size > 0:

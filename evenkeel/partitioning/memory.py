@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from evenkeel.partitioning.karmarkar_karp import differenced
 from evenkeel.partitioning.local_search import exchange_from
-from evenkeel.partitioning.lpt import longest_first
+from evenkeel.partitioning.lpt import longest_first, place
 from evenkeel.partitioning.problem import (
     EXACT,
     MEMORY_CAPS,
@@ -28,6 +31,8 @@ from evenkeel.partitioning.problem import (
     scaled,
 )
 
+ORDERS, FEW = 16, 1 << 10  # in which samples are placed in turn, where no other way fits; of so many in all
+GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of which are spread evenly between whole numbers
 COARSENESS = 1e-9  # relative, by which fractions in whole units may exceed a cap
 
 
@@ -137,16 +142,26 @@ def by_memory(problem: Problem) -> Problem:
     return replace(problem, arrays=arrays, order=ascending_order(arrays.costs))
 
 
+def _placed_in_order(number: int, problem: Problem) -> Ranks:
+    """(n,) rank of each sample, if one after the other goes to the least loaded rank in an order of this number."""
+    placed = np.full(problem.order.size, -1, np.int32)
+    order = np.argsort(number * GOLDEN * np.arange(placed.size) % 1.0, kind="stable")
+    place(replace(problem, order=order.astype(np.int32)), placed)
+    return placed
+
+
 def fit_memory(problem: Problem, start: Ranks) -> Ranks:
     """The start if it is within the caps, else the nearest assignment found that is.
 
-    Memory is searched as costs are, with the caps as limits.
+    Memory is searched as costs are, with the caps as limits. Of few samples, some orders of placing them may fit alone.
     """
     of_memory = by_memory(problem)
-    best, least = exchange_from(of_memory, start, effort=2)
-    for method, effort in ((longest_first, 8), (differenced, 4)):
+    methods: list[Callable[[Problem], Ranks]] = [longest_first, differenced]
+    methods += [partial(_placed_in_order, number) for number in range(1, 1 + min(ORDERS, FEW // start.size))]
+    best, least = exchange_from(of_memory, start, effort=8)
+    for method in methods:
         if least > 0:
-            other, overload = exchange_from(of_memory, method(of_memory), plain=False, effort=effort)
+            other, overload = exchange_from(of_memory, method(of_memory), plain=False, effort=8)
             if overload < least:
                 best, least = other, overload
     if least > 0:

@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from evenkeel.partitioning.karmarkar_karp import differenced, evened
-from evenkeel.partitioning.local_search import ACROSS, PATIENCE, Groups, exchange_from, give_light_company
+from evenkeel.partitioning.local_search import ACROSS, Groups, exchange_from, give_light_company
 from evenkeel.partitioning.lpt import longest_first, place, spill
-from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import (
     Integers,
     PartitionError,
@@ -26,7 +25,6 @@ from evenkeel.partitioning.problem import (
 )
 
 HEAVY = 1 / 8  # of what a rank gets: with samples as heavy, what can be had is looked at before anything is tried
-FAR_OFF = 2e-3  # of the bound, above the limits, where a longer search pays
 SKEW = 1.5  # a home whose load is this many times its limit sheds samples in bulk before single ones are looked at
 
 
@@ -57,16 +55,10 @@ def minimal_move(problem: Problem) -> Ranks:
     are looked at where more is left to gain, and taken where load and moves together take less time than before. If
     nothing does that takes less than staying, all samples stay.
     """
-    if problem.num_nodes in (1, problem.num_ranks) or problem.arrays.memory.size:
-        best, least, problem = _from_home(problem)
-    else:
-        best, least = _balance_nodes(problem)
-        if least > 0:
-            problem = with_crowding(problem)
-            best, least = exchange_from(problem, best, effort=4)
+    best, least, problem = _from(problem, _start(problem))
     limits = problem.arrays.limits / problem.arrays.speeds
     largest = float(limits.max()) if least <= 0 else _largest(problem, best)
-    for method, effort in ((longest_first, 8), (differenced, 4)):
+    for method in (longest_first, differenced):
         if least <= 0:
             break
         try:
@@ -75,7 +67,7 @@ def minimal_move(problem: Problem) -> Ranks:
             continue
         if least <= problem.bound * problem.move_price * (_share(problem, other) - _share(problem, best)):
             continue  # all that it could save is less than what it moves more
-        searched, overload = exchange_from(problem, other, plain=False, effort=effort)
+        searched, overload = exchange_from(problem, other, plain=False, effort=8)
         if overload > 0:  # limits are rounded rank by rank: overloads alone do not tell what is worse than the method
             other = evened(problem, other) if method is differenced else other
         for candidate in (searched, other):
@@ -90,12 +82,11 @@ def minimal_move(problem: Problem) -> Ranks:
     return best
 
 
-def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
-    """Exchanges from the homes on, the largest overload left, and the problem with the limits that can be had.
+def _from(problem: Problem, start: Ranks) -> tuple[Ranks, float, Problem]:
+    """Exchanges from a start on, the largest overload left, and the problem with the limits that can be had.
 
     Where heavy samples do not divide evenly over the ranks, these limits are looked for before much is tried.
     """
-    start = problem.fit(problem, at_home(problem))
     if float(problem.arrays.costs[problem.order[-1]]) >= HEAVY * problem.bound:
         problem = with_crowding(problem)
     best, least = exchange_from(problem, start)
@@ -106,11 +97,7 @@ def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
             if overload < least:
                 best, least = other, overload
     if least > 0:
-        best, least = exchange_from(problem, best, plain=False, effort=4, patience=PATIENCE)
-    if least > FAR_OFF * problem.bound:
-        other, overload = exchange_from(problem, best, plain=False, effort=8)
-        if _time(problem, other) < _time(problem, best):
-            best, least = other, overload
+        best, least = exchange_from(problem, best, plain=False, effort=12)
     return best, least, problem
 
 
@@ -140,31 +127,19 @@ def between_nodes(problem: Problem, keep: Integers) -> Problem:
     )
 
 
-def _balance_nodes(problem: Problem) -> tuple[Ranks, float]:
-    """Exchanges samples between nodes until none has too much, then between the ranks of each node.
-
-    Where that ends short inside a node, its ranks start again from longest first.
-    """
-    arrays, num_nodes = problem.arrays, problem.num_nodes
+def _start(problem: Problem) -> Ranks:
+    """The homes, brought within counts and memory caps; or after exchanges between nodes, then inside each."""
+    arrays = problem.arrays
+    if problem.num_nodes in (1, problem.num_ranks) or arrays.memory.size:
+        return problem.fit(problem, at_home(problem))
     keep = kept_at_home(problem)
     between = between_nodes(problem, keep)
-    node_of_sample, over_nodes = exchange_from(between, at_home(between), effort=1)
-    groups = Groups.by_node(arrays.nodes, num_nodes)
-
+    node_of_sample, _ = exchange_from(between, at_home(between), effort=1)
     destinations = np.where(node_of_sample == arrays.nodes[arrays.homes], arrays.homes, np.int32(-1))
     spill(problem.order, keep, destinations)
     place(problem, destinations, node_of_sample)
-    best, least = exchange_from(problem, destinations, effort=1, groups=groups)
-    if least > 0 and over_nodes <= 0:
-        sets = np.full_like(best, -1)
-        place(problem, sets, node_of_sample)
-        kinds = kinds_of_ranks(problem) * np.int32(num_nodes) + arrays.nodes
-        other, overload = exchange_from(
-            problem, match_home(problem, sets, kinds, kinds), plain=False, effort=8, groups=groups
-        )
-        if overload <= 0:
-            return other, overload
-    return best, least
+    groups = Groups.by_node(arrays.nodes, problem.num_nodes)
+    return exchange_from(problem, destinations, effort=8, groups=groups)[0]
 
 
 def kept_at_home(problem: Problem) -> Integers:
@@ -173,8 +148,13 @@ def kept_at_home(problem: Problem) -> Integers:
     Counts may force some to leave; with free counts, gross overload does.
     """
     arrays, counts = problem.arrays, problem.home_counts
-    if not problem.free:
+    if arrays.fewest is arrays.most:  # homes are as even as counts get
         return arrays.most
+    if not problem.free:
+        keep = arrays.fewest.copy()
+        fuller = np.argsort(-counts, kind="stable")[: counts.sum() - keep.sum()]
+        keep[fuller] = arrays.most[fuller]
+        return keep
     keep = counts.copy()
     over = problem.home_loads > SKEW * arrays.limits
     keep[over] = (counts[over] * (arrays.limits[over] / problem.home_loads[over])).astype(np.int64)

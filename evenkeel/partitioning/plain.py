@@ -34,6 +34,7 @@ def _placed(problem: Problem, samples: list[int], *, by_room: bool = False) -> R
     memory = arrays.memory.tolist() if arrays.caps.size else [0] * len(costs)
     room = arrays.caps.tolist() if arrays.caps.size else [0] * len(most)
     load, counts, destinations = [0] * len(most), [0] * len(most), [0] * len(costs)
+    fewest, spare = arrays.fewest.tolist(), len(costs) - int(arrays.fewest.sum())
     heap = [(-room[rank] if by_room else 0.0, -speeds[rank], rank) for rank in range(len(most))]
     heapq.heapify(heap)
     for sample in samples:
@@ -41,14 +42,16 @@ def _placed(problem: Problem, samples: list[int], *, by_room: bool = False) -> R
         while heap:
             first = heap[0]
             rank = first[2]
-            if counts[rank] < most[rank] and memory[sample] <= room[rank]:
+            may_take = counts[rank] < fewest[rank] or (spare > 0 and counts[rank] < most[rank])
+            if may_take and memory[sample] <= room[rank]:
                 break
             heapq.heappop(heap)
-            if counts[rank] < most[rank]:
+            if may_take:
                 aside.append(first)
         else:
             return None
         destinations[sample] = rank
+        spare -= counts[rank] >= fewest[rank]
         load[rank] += costs[sample]
         counts[rank] += 1
         room[rank] -= memory[sample]

@@ -441,11 +441,11 @@ def make_problem(
     floor, remainder = divmod(n, num_ranks)
     if counts == "free":
         floor, fewest, most = 0, np.zeros(num_ranks, np.int64), np.full(num_ranks, n, np.int64)
+    elif max(at_home := home_counts.tolist()) - min(at_home) <= 1:
+        fewest = most = home_counts
     else:
-        fewest = most = np.full(num_ranks, floor, np.int64)
-        if remainder:  # the fastest ranks get one more than the others, or the fullest homes where these are even
-            speed = all_speeds * (np.ptp(home_counts) > 1)
-            most[np.lexsort((-home_counts, -speed))[:remainder]] += 1
+        fewest = np.full(num_ranks, floor, np.int64)
+        most = fewest + (remainder > 0)
     order = ascending_order(units) if compiled else np.argsort(units, kind="stable").astype(np.int32)
     bound = _variant(bound_on_largest, compiled)(units, order, all_speeds, floor)
     limits = _variant(limits_at, compiled)(units, all_speeds, bound, tolerance)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from evenkeel.partitioning.api import partition
-from evenkeel.partitioning.matching import EXACT
 from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.registry import BUILT_IN
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
@@ -20,8 +19,6 @@ def warm_up() -> None:
         for counts in ("equal", "free"):
             partition(costs, homes, 3, strategy=strategy, counts=counts, speeds=[1, 2, 1], tolerance=0.0)
             partition(costs * 1.0, homes, 3, strategy=strategy, counts=counts, nodes=[0, 1, 1], tolerance=0.0)
-    many = np.arange(EXACT + 1)
-    partition(many, many // 3, many.size, strategy="lpt", nodes=many // 2)
     partition([10] * 5 + [0] * 3, [0] * 4 + [1] * 4, 2, tolerance=0.0, move_price=0.0)  # one rank must take three tens
     samples = RoundSamples(
         batch_sizes=np.full((2, 1), 2), costs=np.arange(4), lengths=np.ones((4, 1), np.uint32),

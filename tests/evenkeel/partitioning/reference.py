@@ -40,11 +40,13 @@ def karmarkar_karp_sets(costs: Any, num_sets: int, *, equal: bool) -> list[int]:
     return sets
 
 
-def lpt_loads(costs: Sequence[int], num_ranks: int, most: Sequence[int]) -> list[int]:
-    """Loads after placing the longest first onto the least loaded rank with room."""
+def lpt_loads(costs: Sequence[int], num_ranks: int, fewest: int, most: int) -> list[int]:
+    """Loads after placing the longest first onto the least loaded rank with room, so that all get their fewest."""
     loads, counts = [0] * num_ranks, [0] * num_ranks
-    for cost in sorted(costs, reverse=True):
-        rank = min((r for r in range(num_ranks) if counts[r] < most[r]), key=lambda r: (loads[r], r))
+    for number, cost in enumerate(sorted(costs, reverse=True)):
+        needed = sum(max(fewest - count, 0) for count in counts)
+        room = fewest if needed == len(costs) - number else most
+        rank = min((r for r in range(num_ranks) if counts[r] < room), key=lambda r: (loads[r], r))
         loads[rank] += cost
         counts[rank] += 1
     return loads

@@ -20,11 +20,11 @@ from tests.evenkeel.partitioning.instances import Rng, one_of, round_of
 
 KNOWN = {
     "heavy": "542670ce4c5e 49208b4eedcc 1a61ca405af6",
-    "karmarkar_karp": "e7ea4ca741e6 6871a23830f5 56636221f549",
-    "lpt": "9acd5fc1d24a 55e708ff7cf4 5d2c335eaf60",
-    "minimal_move": "e4f47410d397 948b6407f5b6 0a328276ff38",
-    "plain": "6e7a9c6a9d63 4a58f4cb94a8 8343db0d7e3f",
-    "splits": "ad4fd2f7b7fb 3a7ffc84d7ed 453162a34cfb",
+    "karmarkar_karp": "fcca6015e6bb 775a94cfd344 4541d5c0934c",
+    "lpt": "c678a84815d8 9a00652722fd 4bf56dc3db36",
+    "minimal_move": "9c0362f09f31 7c004db84b7e f2f26eb2325f",
+    "plain": "7ba31a5bbdfd 3c926a3e7a39 f79cd339216e",
+    "splits": "103aea7d3872 e7b19df6d4d3 431428cc9710",
 }
 BLOCKS = (range(20), range(20, 40), range(40, 480))  # the last one is for kernels, of which some search long
 
