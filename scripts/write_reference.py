@@ -89,8 +89,8 @@ RESULTS = """# Result files
 
 <!-- Written by scripts/write_reference.py from the files. -->
 
-Of `benchmarks/results/`, latest first; files hold versions and commands. Of those with a note, commit and date are when
-they came.
+`benchmarks/results/`, latest first, with versions and commands. With a note, commit and date are when they
+came.
 
 {files}
 """
