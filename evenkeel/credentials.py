@@ -148,8 +148,8 @@ def read_credentials(ca: Path | None, token_file: Path | None) -> Credentials:
     Raises:
         ValueError: If the environment holds something that cannot be used.
     """
-    result = Credentials.from_env(os.environ)
-    return replace(result, ca=ca or result.ca, token_file=token_file or result.token_file)
+    environment = Credentials.from_env(os.environ)
+    return replace(environment, ca=ca or environment.ca, token_file=token_file or environment.token_file)
 
 
 def is_loopback(host: str) -> bool:

@@ -15,8 +15,8 @@ from evenkeel.partitioning.splits import MOST, SHARE, SpanCosts, SplitOptions, t
 WINDOW = 8
 """Batches of a window, and of what is planned at a time."""
 
-_MOST_SAMPLES, _MOST_BATCHES = 1 << 18, 1 << 8  # that are planned: more change the figures in the third digit
-_MOST_SPLIT = 2  # windows whose samples are split, which takes ten times as long
+_MOST_SAMPLES, _MOST_BATCHES = 1 << 18, 1 << 10  # that are planned; of batches so small, more change figures by 1 %
+_MOST_SPLIT, _SPLIT_RANKS = 2, 256  # windows whose samples are split, which takes far longer; of more ranks, one
 _WAYS = ("balanced", f"windows of {WINDOW}", "split samples")
 
 
@@ -69,7 +69,7 @@ def estimate_gain(
     windows = list(_windows(lengths, size))
     plans: dict[str, list[RoundPlan]] = {way: [] for way in _WAYS}
     balanced, in_windows, split = plans.values()
-    to_split = _evenly(len(windows), max(1, min(_MOST_SPLIT, 256 // ranks)))
+    to_split = _evenly(len(windows), _MOST_SPLIT if ranks < _SPLIT_RANKS else 1)
     for number, window in enumerate(windows):
         samples = _samples(window.reshape(-1, ranks, batch), linear, pairs)
         in_windows.append(plan_round(samples, RoundOptions()))
@@ -82,9 +82,8 @@ def estimate_gain(
     loaded = np.concatenate([plan.loads_before for plan in balanced])
     gains = [Gain(way="as loaded", speed_up=1.0, imbalance=_imbalance(loaded), moved_share=0.0, loads=_ordered(loaded))]
     for way, made in plans.items():
-        before, loads = (
-            np.concatenate([getattr(plan, name) for plan in made]) for name in ("loads_before", "loads_after")
-        )
+        before = np.concatenate([plan.loads_before for plan in made])
+        loads = np.concatenate([plan.loads_after for plan in made])
         gains.append(
             Gain(
                 way=way,
@@ -115,16 +114,16 @@ def _evenly(count: int, most: int) -> list[int]:
 def _samples(lengths: NDArray[np.int64], linear: float, pairs: float) -> RoundSamples:
     """A round of (batches, ranks, samples) lengths; a rank offers to split its heaviest, a good part of its batch."""
     batches, ranks, each = lengths.shape
-    local = lengths.swapaxes(0, 1).reshape(ranks * batches, each)
-    spans = SpanCosts.of(local.ravel(), per_position=linear, per_pair=pairs)
-    costs = spans.whole.reshape(local.shape)
+    rows = lengths.swapaxes(0, 1).reshape(ranks * batches, each)
+    spans = SpanCosts.of(rows.ravel(), per_position=linear, per_pair=pairs)
+    costs = spans.whole.reshape(rows.shape)
     order = np.argsort(np.argsort(-costs, axis=1, kind="stable"), axis=1)
-    heavy = (costs >= SHARE * costs.sum(axis=1, keepdims=True)) & (local > 1) & (order < MOST)
+    heavy = (costs >= SHARE * costs.sum(axis=1, keepdims=True)) & (rows > 1) & (order < MOST)
     which = np.flatnonzero(heavy)
     return RoundSamples(
         batch_sizes=np.full((ranks, batches), each, np.int64),
         costs=spans.whole,
-        lengths=local.reshape(-1, 1),
+        lengths=rows.reshape(-1, 1),
         divisible=table_of(spans.take(which), which, np.zeros(which.size)),
         roles=np.ones(1, np.int64),
     )

@@ -71,9 +71,9 @@ class PlanCache:
         if not path.is_file():  # reading a pipe or a device may never end
             return None
         try:
-            result = path.read_bytes()
-            _, _, content = result.partition(b"\n")
-            if result != sealed(content):
+            stored = path.read_bytes()
+            _, _, content = stored.partition(b"\n")
+            if stored != sealed(content):
                 return None
             file = loads(content.decode())
         except (FileNotFoundError, UnicodeDecodeError, InvalidInputError):  # one that is no plan is written again
@@ -104,15 +104,15 @@ class PlanCache:
 
         What processes have left unfinished that were ended counts, too.
         """
-        result = []
+        files = []
         for path in self.folder.iterdir():
             if not (path.name.startswith(_PREFIX) and path.name.endswith((_SUFFIX, _UNFINISHED))):
                 continue
             with contextlib.suppress(OSError):
                 facts = path.stat()
-                result.append((facts.st_mtime_ns, facts.st_size, path))
-        total = sum(size for _, size, _ in result)
-        for _, size, path in sorted(result):
+                files.append((facts.st_mtime_ns, facts.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
             if total <= self.max_bytes:
                 break
             path.unlink(missing_ok=True)
@@ -134,12 +134,12 @@ def sealed(content: bytes) -> bytes:
 
 def _version(folder: Path) -> str:
     """Digest of a planner's code, of the profiles beside it, and of the versions of the libraries that it uses."""
-    result = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json")):
-        result.update(path.read_bytes())
+        digest.update(path.read_bytes())
     for name in _LIBRARIES:
-        result.update(importlib.metadata.version(name).encode())
-    return result.hexdigest()
+        digest.update(importlib.metadata.version(name).encode())
+    return digest.hexdigest()
 
 
 # Now: the files may be another version's by the time that a plan is asked for.

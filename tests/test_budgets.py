@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (12627, 9500),
+    "evenkeel": (12624, 9500),
     "services": (4294, 4500),
     "services/balancer": (1810, 2000),
-    "evenkeel/partitioning": (4843, 4000),
+    "evenkeel/partitioning": (4841, 4000),
     "evenkeel/placement": (5519, 4500),
     "evenkeel/key_statistics": (741, 500),
     "services/planner": (997, 1000),
@@ -30,7 +30,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client/planning": (2108, 1200),
     "trainer_client/observing": (758, 700),
     "trainer_client/cli": (1615, 900),
-    "tests": (25227, 20000),
+    "tests": (25225, 20000),
     "benchmarks": (8165, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

@@ -29,8 +29,8 @@ def _library_paths(name: str) -> list[str]:
     roots = [torch_root / "lib", *sorted((torch_root.parent / "nvidia").glob("*/lib"))]
     if home := os.environ.get("CUDA_HOME"):
         roots.append(Path(home) / "lib64")
-    result = [str(path) for root in roots for path in sorted(root.glob(f"{name}*")) if "builtins" not in path.name]
-    return [name, *result]
+    paths = [str(path) for root in roots for path in sorted(root.glob(f"{name}*")) if "builtins" not in path.name]
+    return [name, *paths]
 
 
 @cache

@@ -82,15 +82,15 @@ def _agreed(use: str, members: tuple[int, ...], timeout: timedelta) -> str:
     and waits for an answer to that very number, which holds the first member's.
     """
     store = distributed_c10d._get_default_store()
-    local, first = dist.get_rank(), members[0]
+    mine, first = dist.get_rank(), members[0]
     folder, number = f"{use}/{'_'.join(map(str, members))}", secrets.token_hex(8)
     deadline = time.monotonic() + timeout.total_seconds()
-    if local != first:
-        store.set(f"{folder}/{local}", number)
-        answer = f"{folder}/{local}/{number}"
+    if mine != first:
+        store.set(f"{folder}/{mine}", number)
+        answer = f"{folder}/{mine}/{number}"
         _wait(lambda: () if store.check([answer]) else (first,), deadline, folder, timeout)
         number = store.get(answer).decode()
-        store.set(f"{folder}/{local}/{number}", number)
+        store.set(f"{folder}/{mine}/{number}", number)
         return f"{folder}/{number}"
     answered: dict[int, str | None] = {}
 

@@ -76,10 +76,10 @@ def miss_curve(trace: KeyTrace, rows: int, *, eviction: Eviction = Eviction.LRU,
     largest = min(float(rows), 2 * keys / trace.share)
     sizes = np.unique(np.round(np.append(np.geomspace(min(8.0, largest), largest, _POINTS), float(rows))))
     half, quarter = trace.steps // 2, trace.steps // 4
-    result = miss_rates(trace, eviction, sizes, half, trace.steps)
+    latest = miss_rates(trace, eviction, sizes, half, trace.steps)
     before = miss_rates(trace, eviction, sizes, quarter, half)
     sampling = np.sqrt((1 - trace.share) / keys)
-    rates = in_sets(sizes, result, slots) if slots else result
+    rates = in_sets(sizes, latest, slots) if slots else latest
     per_step = trace.lookups / trace.steps
     return MeasuredCurve(
         access=MissCurve(
@@ -88,7 +88,7 @@ def miss_curve(trace: KeyTrace, rows: int, *, eviction: Eviction = Eviction.LRU,
             unique_fraction=min(1.0, max(trace.unique / per_step, 1e-9)),
             **lookup_shares(trace, rows),
         ),
-        error=float(np.abs(result - before).max() + sampling),
+        error=float(np.abs(latest - before).max() + sampling),
         drift=popularity_drift(trace),
         lookups_per_step=per_step,
         sampled_keys=keys,

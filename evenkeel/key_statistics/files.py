@@ -132,9 +132,9 @@ def with_statistics(
         if trace is None or not trace.steps:
             tables.append(table)
             continue
-        result = replace(table, ids_per_sample=trace.lookups / trace.samples if trace.lookups else 0.0)
+        counted = replace(table, ids_per_sample=trace.lookups / trace.samples if trace.lookups else 0.0)
         if not len(trace.key):  # never looked up, or of so few keys that none is in the sample
-            tables.append(result)
+            tables.append(counted)
             continue
         _check_keys(request, table, trace)
         observed = trace.samples / trace.steps
@@ -146,7 +146,7 @@ def with_statistics(
             remedy = f"observe at least {LEAST_STEPS * count}, better some hundreds" if count > 1 else error.remedy
             raise InvalidInputError("statistics", trace.steps, what, remedy) from None
         curves[table.name] = curve
-        tables.append(replace(result, access=curve.access))
+        tables.append(replace(counted, access=curve.access))
     return replace(request, tables=tuple(tables)), curves
 
 

@@ -223,10 +223,10 @@ class KeySampler:
                     runs[table].append(values[first:last])
         counted = np.zeros(len(self.tables))
         is_counted = self._is_counted()
-        for table, result in enumerate(runs):
-            if not result:
+        for table, arrays in enumerate(runs):
+            if not arrays:
                 continue
-            keys = np.concatenate(result)
+            keys = np.concatenate(arrays)
             self.lookups[table] += len(keys)
             if not is_counted:  # only of the sample is it asked which keys are the same
                 hashes = hashed(keys)
@@ -261,8 +261,8 @@ class KeySampler:
         limit = self._limits[table]
         excess = 0.0
         if limit < ALL and self._unique:
-            result = np.bincount(step, minlength=self.steps) / ((limit + 1) / (ALL + 1))
-            excess = float(np.mean([result[at] - unique[table] for at, unique in self._unique.items()]))
+            sampled = np.bincount(step, minlength=self.steps) / ((limit + 1) / (ALL + 1))
+            excess = float(np.mean([sampled[at] - unique[table] for at, unique in self._unique.items()]))
         return KeyTrace(
             steps=self.steps,
             samples=self.samples,

@@ -55,7 +55,7 @@ def minimal_move(problem: Problem) -> Ranks:
     are looked at where more is left to gain, and taken where load and moves together take less time than before. If
     nothing does that takes less than staying, all samples stay.
     """
-    best, least, problem = _from(problem, _start(problem))
+    best, least, problem = _search_from(problem, _start(problem))
     limits = problem.arrays.limits / problem.arrays.speeds
     largest = float(limits.max()) if least <= 0 else _largest(problem, best)
     for method in (longest_first, differenced):
@@ -82,7 +82,7 @@ def minimal_move(problem: Problem) -> Ranks:
     return best
 
 
-def _from(problem: Problem, start: Ranks) -> tuple[Ranks, float, Problem]:
+def _search_from(problem: Problem, start: Ranks) -> tuple[Ranks, float, Problem]:
     """Exchanges from a start on, the largest overload left, and the problem with the limits that can be had.
 
     Where heavy samples do not divide evenly over the ranks, these limits are looked for before much is tried.
@@ -148,8 +148,6 @@ def kept_at_home(problem: Problem) -> Integers:
     Counts may force some to leave; with free counts, gross overload does.
     """
     arrays, counts = problem.arrays, problem.home_counts
-    if arrays.fewest is arrays.most:  # homes are as even as counts get
-        return arrays.most
     if not problem.free:
         keep = arrays.fewest.copy()
         fuller = np.argsort(-counts, kind="stable")[: counts.sum() - keep.sum()]

@@ -441,7 +441,7 @@ def make_problem(
     floor, remainder = divmod(n, num_ranks)
     if counts == "free":
         floor, fewest, most = 0, np.zeros(num_ranks, np.int64), np.full(num_ranks, n, np.int64)
-    elif max(at_home := home_counts.tolist()) - min(at_home) <= 1:
+    elif np.ptp(home_counts) <= 1:  # as even as counts get
         fewest = most = home_counts
     else:
         fewest = np.full(num_ranks, floor, np.int64)

@@ -381,7 +381,7 @@ def _read_parts(
 ) -> RoundParts:
     """The parts, checked to be all samples in order, with the pieces of those that are split."""
     count, total = destinations.size, len(samples.costs)
-    local, begins = (_array(message, name, count, _I8) for name in ("part_samples", "part_begins"))
+    numbers, begins = (_array(message, name, count, _I8) for name in ("part_samples", "part_begins"))
     first = begins == 0
     of = np.cumsum(first) - 1
     if not first[0] or int(of[-1]) + 1 != total or (np.diff(begins)[~first[1:]] <= 0).any():
@@ -397,7 +397,7 @@ def _read_parts(
             check_splits(batch, samples.num_ranks)
     except ValueError as error:
         raise InvalidMessage("pieces", "no pieces of samples", str(error)) from None
-    if not np.array_equal(local, parts.samples):
+    if not np.array_equal(numbers, parts.samples):
         raise InvalidMessage("part_samples", "other samples", "number those of each home from 0")
     if not np.array_equal(pieces, parts.pieces):
         raise InvalidMessage("pieces", "others than the parts", "send the positions, ranks and arrival of each part")

@@ -139,11 +139,11 @@ class BalancerSite:
         if not (since.isascii() and since.isdecimal()):
             raise _ProblemError(400, f"since is {since[:40]!a}: give the number of a round")
         every = query.get("ranks") == "all"
-        result = self._views.stream(name, since=int(since), all_ranks=every) if identity.allows(name.job) else None
-        if result is None:
+        view = self._views.stream(name, since=int(since), all_ranks=every) if identity.allows(name.job) else None
+        if view is None:
             text = f"there is no stream {'/'.join(name)[:200]} here, or the token is not for its job"
             raise _ProblemError(404, f"{text}; a job is seen at the replica that its rank 0 is connected to")
-        return result
+        return view
 
 
 def _problem(problem: _ProblemError) -> Response:

@@ -211,5 +211,5 @@ class _Handler(BaseHTTPRequestHandler):
             peer=str(self.client_address[0]),
             is_secure=isinstance(self.connection, ssl.SSLSocket),
         )
-        result = None if self.site is None else self.site.answer(request)
-        return result or Response(status=404, body=b"there are /metrics, /healthz and /readyz\n")
+        response = None if self.site is None else self.site.answer(request)
+        return response or Response(status=404, body=b"there are /metrics, /healthz and /readyz\n")

@@ -102,18 +102,18 @@ class TokenStore:
         if scheme.lower() != "bearer" or not token or len(token) > MAX_TOKEN_LENGTH:
             raise AuthenticationError("malformed authorization: send 'authorization: Bearer TOKEN'")
         # A hash is looked up: how long that takes says nothing about tokens, of which nobody can choose the hash.
-        result = self._holders.get(hash_token(token))
-        if result is None:
+        identity = self._holders.get(hash_token(token))
+        if identity is None:
             raise AuthenticationError("unknown token: it is wrong, or has been withdrawn")
-        if result.expires is not None and self._now() >= result.expires:
+        if identity.expires is not None and self._now() >= identity.expires:
             raise AuthenticationError(
-                f"token {result.name!r} expired at {result.expires.isoformat()}: ask for a new one"
+                f"token {identity.name!r} expired at {identity.expires.isoformat()}: ask for a new one"
             )
-        if service not in result.services:
+        if service not in identity.services:
             raise AuthenticationError(
-                f"token {result.name!r} is for {', '.join(result.services)}, not for the {service}"
+                f"token {identity.name!r} is for {', '.join(identity.services)}, not for the {service}"
             )
-        return result
+        return identity
 
 
 def hash_token(token: str) -> str:

@@ -207,7 +207,7 @@ def _read(path: Path, field: str) -> bytes:
 def _stamp_of(path: Path | None) -> tuple[int, int, int] | None:
     """Changes when a file does, also by a link that is swapped, as Kubernetes does with secrets."""
     try:
-        result = None if path is None else path.stat()
+        status = None if path is None else path.stat()
     except OSError:
         return None
-    return None if result is None else (result.st_ino, result.st_mtime_ns, result.st_size)
+    return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)

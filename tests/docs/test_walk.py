@@ -17,6 +17,7 @@ from trainer_client import BalancedLoader, Balancer, BatchSpec
 ROOT = Path(__file__).parents[2]
 MOST_FILES = 30
 WARM = 4  # batches after which everything is open
+PRODUCT = ("evenkeel", "trainer_client")
 ELSEWHERE = ("asking", "services", "users")  # steps of rounds that are served, and of those with users
 
 
@@ -33,7 +34,7 @@ def walk(rank: int) -> tuple[set[str], set[str]]:
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in _PRODUCT:
+        if event == "call" and path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PRODUCT:
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             functions.add(f"{name}:{frame.f_code.co_qualname}")
             files.update({name} if is_warm else ())
@@ -50,9 +51,6 @@ def walk(rank: int) -> tuple[set[str], set[str]]:
         sys.setprofile(None)
         threading.setprofile(None)
     return functions, files
-
-
-_PRODUCT = ("evenkeel", "trainer_client")
 
 
 def test_a_batch_takes_the_walk_that_is_told() -> None:

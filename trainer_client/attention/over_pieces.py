@@ -189,8 +189,8 @@ def _merged(pieces: Pieces, local: list[Tensor], results: list[Tensor], returned
     stretches = [_merge([part(seeing, local), part(seeing, results)])] if done else []
     for begin, size, elsewhere in pieces.merges:
         stretches.append(local[0].narrow(0, done, begin - done))
-        result = [part(rows, returned if rows.arrived else results) for rows in elsewhere]
-        stretches.append(_merge([part(Rows(False, begin, size), local), *result]))
+        others = [part(rows, returned if rows.arrived else results) for rows in elsewhere]
+        stretches.append(_merge([part(Rows(False, begin, size), local), *others]))
         done = begin + size
     stretches.append(local[0].narrow(0, done, pieces.num_rows - done))
     return torch.cat(stretches)

@@ -158,16 +158,16 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, kernel: VarlenSoftmax, pieces: Pieces | None, offsets: Tensor, *rows_of: Tensor) -> Tensor:
         query, key, value = rows_of
         ctx.kernel, ctx.pieces = kernel, pieces
-        local = Packed(offsets, offsets, kernel.max_length, kernel.max_length, True)
+        packed = Packed(offsets, offsets, kernel.max_length, kernel.max_length, True)
         if pieces is None:
-            out, logs = kernel.forward(query, key, value, local)
+            out, logs = kernel.forward(query, key, value, packed)
             ctx.save_for_backward(query, key, value, out, logs, offsets)
             return out
         rows = pieces.rows(offsets)
         local_keys, local_values = key.index_select(0, rows), value.index_select(0, rows)
         exchange = Exchange(pieces, key[:0], value[:0], query[:0])
         keys, values, _ = exchange.start(local_keys, local_values, query[:0])
-        out, logs = kernel.forward(query, key, value, local)
+        out, logs = kernel.forward(query, key, value, packed)
         exchange.wait()
         blocks = _blocks(pieces, query.device)
         if blocks is not None:

@@ -125,14 +125,14 @@ class LoaderState:
         A pipeline sees the end of an epoch some steps before it has trained its last batch. So a pass may be over, and
         the loop that saved it still be in its epoch: there nothing is left of it.
         """
-        source, local = self.source, self.epoch
-        if source is not None and local is None and source.way == "sampler":
-            local = source.at["epoch"]
-        if source is None or local is None or (self.finished and local != epoch):
+        source, stored = self.source, self.epoch
+        if source is not None and stored is None and source.way == "sampler":
+            stored = source.at["epoch"]
+        if source is None or stored is None or (self.finished and stored != epoch):
             return self
         if self.finished:
             return replace(self, finished=False, source=replace(source, ended=True))
-        return self if local == epoch else None
+        return self if stored == epoch else None
 
     def repeating(self) -> LoaderState:
         """The state of the beginning of its window, which is trained again."""

@@ -89,8 +89,8 @@ class _Totals(NamedTuple):
         load, splits, terms = loader.counters.own_load, loader.counters.split_samples, loader.summed_terms
         if latest:
             return cls(load, splits, None if terms is None else terms.after)
-        local = loader.report
-        return cls(load - local.own_load, splits - local.split_samples, None if terms is None else terms.before)
+        report = loader.report
+        return cls(load - report.own_load, splits - report.split_samples, None if terms is None else terms.before)
 
 
 class _Measured(NamedTuple):
@@ -368,11 +368,11 @@ def gather_breakdown(times: Sequence[StepTimes], group: dist.ProcessGroup | None
     Raises:
         ValueError: If the ranks pass different steps.
     """
-    local = np.array([[getattr(step, phase) for phase in PHASES] for step in times], dtype=np.float64).reshape(-1, 4)
+    rows = np.array([[getattr(step, phase) for phase in PHASES] for step in times], dtype=np.float64).reshape(-1, 4)
     if not (dist.is_available() and dist.is_initialized()):
-        return Breakdown.of(local[None])
-    tables = [local] * dist.get_world_size(group)
-    dist.all_gather_object(tables, local, group=group)
+        return Breakdown.of(rows[None])
+    tables = [rows] * dist.get_world_size(group)
+    dist.all_gather_object(tables, rows, group=group)
     counts = [len(table) for table in tables]
     if len(set(counts)) > 1:
         raise ValueError(f"the ranks pass {counts} steps; pass the same steps on all ranks")

@@ -126,9 +126,9 @@ class TableModel(nn.Module):
         """The sum of the means of all embeddings."""
         parts = []
         for name, module in self.collections.items():
-            result = module(keys[name])
+            embeddings = module(keys[name])
             pooled = self.tables[name][0].pooled
-            parts += [each.values().mean() for each in ([result] if pooled else result.values())]
+            parts += [each.values().mean() for each in ([embeddings] if pooled else embeddings.values())]
         return torch.stack(parts).sum()
 
 
@@ -233,9 +233,9 @@ class Trial:
 
     def timing(self) -> Timing:
         """What was measured, and the time of kernels, which is measured now. Collective."""
-        local = [statistics.median(self.steps), statistics.median(self.launches), self._kernels()]
+        medians = [statistics.median(self.steps), statistics.median(self.launches), self._kernels()]
         every: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(every, local, group=self._group)
+        dist.all_gather_object(every, medians, group=self._group)
         step, host, kernels = (max(column) for column in zip(*every, strict=True))
         return Timing(step_s=step, host_s=host, kernels_s=kernels or None)
 
@@ -270,9 +270,9 @@ class Trial:
 
 def is_true_anywhere(value: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
     """Whether a value is true on any rank; the same answer on all."""
-    result = torch.tensor([float(value)], device=device)
-    dist.all_reduce(result, group=group)
-    return bool(result.item())
+    votes = torch.tensor([float(value)], device=device)
+    dist.all_reduce(votes, group=group)
+    return bool(votes.item())
 
 
 def wait(device: torch.device) -> None:

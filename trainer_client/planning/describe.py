@@ -64,7 +64,7 @@ def _tables(
             remedy = f"use some of: {', '.join(sorted(set(Table.__dataclass_fields__) - _TOLD))}"
             raise InvalidInputError(field, value, "is no field of a table", remedy)
     tables = []
-    for config, local in owned:
+    for config, by_module in owned:
         features = max(1, len(config.feature_names))
         fields = {
             "name": config.name,
@@ -76,7 +76,7 @@ def _tables(
             "access": access.get(config.name, Zipf()),
             "pooled": hasattr(config, "pooling"),
         }
-        tables.append(Table(**{**same, **local, **fields}))
+        tables.append(Table(**{**same, **by_module, **fields}))
     return tuple(tables)
 
 
@@ -95,19 +95,19 @@ def naming(tables: Sequence[Table]) -> Iterator[None]:
     try:
         yield
     except InvalidInputError as error:
-        result = re.match(r"tables\[(\d+)\]", error.field)
-        if result is None:
+        match = re.match(r"tables\[(\d+)\]", error.field)
+        if match is None:
             raise
-        field = tables[int(result[1])].name + error.field[result.end() :]
+        field = tables[int(match[1])].name + error.field[match.end() :]
         raise InvalidInputError(field, error.value, error.problem, error.remedy) from None
 
 
 def check_same(config: Any, table: Table) -> None:
     """Raises `InvalidInputError` where a table of a model is not as it was planned."""
-    result = (config.num_embeddings, config.embedding_dim, _data_type(config).value)
-    if result != (table.rows, table.dim, table.data_type.value):
+    described = (config.num_embeddings, config.embedding_dim, _data_type(config).value)
+    if described != (table.rows, table.dim, table.data_type.value):
         what = f"differs from the plan, which is for {table.rows} by {table.dim} of {table.data_type.value}"
-        raise InvalidInputError(config.name, result, what, "plan for the tables of this model")
+        raise InvalidInputError(config.name, described, what, "plan for the tables of this model")
 
 
 def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
@@ -124,13 +124,13 @@ def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
     owned: list[tuple[Any, dict[str, Any]]] = []
     paths: dict[str, str] = {}
     for path, module in embedding_modules(model):
-        local: dict[str, Any] = {"group": path, "weighted": bool(getattr(module, "is_weighted", bool)())}
+        by_module: dict[str, Any] = {"group": path, "weighted": bool(getattr(module, "is_weighted", bool)())}
         if "sharding" in options and _is_managed(model.get_submodule(path)):
-            local["sharding"] = _by_rows(path, options["sharding"])
+            by_module["sharding"] = _by_rows(path, options["sharding"])
         for config in module_configs(module):
             if paths.setdefault(config.name, path) != path:
                 raise InvalidInputError(config.name, path, "is in two modules", "give tables names of their own")
-            owned.append((config, local))
+            owned.append((config, by_module))
     return _tables(owned, ids_per_sample, access, {"optimizer": Optimizer.ADAM, **options})
 
 

@@ -60,15 +60,15 @@ def hbm_bytes(device: torch.device) -> int:
 
 def host_bytes() -> int:
     """Memory that processes of this host may use: all there is, or what the container may have of it."""
-    result = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _CGROUPS:
         try:
             text = Path(path).read_text("ascii").strip()
         except OSError:
             continue
         if text.isdigit():
-            result = min(result, int(text))
-    return result
+            size = min(size, int(text))
+    return size
 
 
 def _local_ranks(ranks: int) -> int:

@@ -246,19 +246,19 @@ def plan_model(
 
 def _check_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raises on all ranks where the tables of a rank are not those of rank 0."""
-    local = {
+    described = {
         config.name: f"{config.num_embeddings} by {config.embedding_dim} in {path!r}, of {config.feature_names}"
         for path, module in embedding_modules(model)
         for config in module_configs(module)
     }
-    first, lacking = from_first(lambda: local, group), "no such table"
+    first, lacking = from_first(lambda: described, group), "no such table"
 
     def compare() -> None:
-        for name in sorted(first.keys() | local.keys()):
-            if first.get(name) != local.get(name):
+        for name in sorted(first.keys() | described.keys()):
+            if first.get(name) != described.get(name):
                 rank, theirs = dist.get_rank(group), first.get(name, lacking)
                 what = f"of rank {rank} of the group is not that of rank 0, which has {theirs}"
-                raise InvalidInputError(name, local.get(name, lacking), what, "give all ranks the same model")
+                raise InvalidInputError(name, described.get(name, lacking), what, "give all ranks the same model")
 
     all_or_none(compare, group)
 
@@ -317,8 +317,8 @@ def _applied_optimizers(model: nn.Module) -> dict[str, Optimizer]:
     for _, module in embedding_modules(model):
         parameters = dict(module.named_parameters())
         for config in module_configs(module):
-            local = [parameter for path, parameter in parameters.items() if f".{config.name}." in f".{path}"]
-            for kind in [kind for parameter in local for kind in getattr(parameter, "_optimizer_classes", ())]:
+            of_table = [parameter for path, parameter in parameters.items() if f".{config.name}." in f".{path}"]
+            for kind in [kind for parameter in of_table for kind in getattr(parameter, "_optimizer_classes", ())]:
                 if kind.__name__ not in _OPTIMIZERS:
                     remedy = f"use one of: {', '.join(_OPTIMIZERS)}"
                     raise InvalidInputError(f"{config.name}.optimizer", kind.__name__, "is not planned for", remedy)
@@ -329,8 +329,8 @@ def _applied_optimizers(model: nn.Module) -> dict[str, Optimizer]:
 def _dense_bytes(model: nn.Module, device: torch.device) -> int:
     """HBM of everything but the tables: an estimate, or what was in use at most where that is more."""
     tables = {id(parameter): parameter for _, module in embedding_modules(model) for parameter in module.parameters()}
-    local = [parameter for parameter in model.parameters() if id(parameter) not in tables]
-    estimate = _DENSE_COPIES * _size(local) + _size(model.buffers())
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in tables]
+    estimate = _DENSE_COPIES * _size(dense) + _size(model.buffers())
     if device.type != "cuda":
         return estimate
     there = _size(parameter for parameter in tables.values() if parameter.device == device)

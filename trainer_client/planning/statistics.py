@@ -275,9 +275,9 @@ def observe(
         if isinstance(batches, KeyStatistics):
             return batches.samples_per_step(), *batches.unmatched_features()
         largest = 0
-        for result in () if batches is None else _read(batches, count):
-            statistics.observe(*result)
-            largest = max(largest, *(int(keys.stride()) for keys in result))
+        for jagged in () if batches is None else _read(batches, count):
+            statistics.observe(*jagged)
+            largest = max(largest, *(int(keys.stride()) for keys in jagged))
         return largest, *statistics.unmatched_features()
 
     seen = [one for one, brought in zip(on_all(local, group), brings, strict=True) if brought]
@@ -301,12 +301,12 @@ def observe(
 def _read(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
     read = 0
     for batch in itertools.islice(batches, most):
-        result = list(_keyed_jagged(batch, _DEPTH))
-        if not result:
+        jagged = list(_keyed_jagged(batch, _DEPTH))
+        if not jagged:
             remedy = "give batches that hold one, or statistics: KeyStatistics, ids_per_sample and access"
             raise InvalidInputError("batches", type(batch).__name__, "holds no KeyedJaggedTensor", remedy)
-        read = max(read, *(int(keys.stride()) for keys in result))
-        yield result
+        read = max(read, *(int(keys.stride()) for keys in jagged))
+        yield jagged
     if not read:
         raise InvalidInputError("batches", 0, "has no batch", "give some hundred, or none at all")
 

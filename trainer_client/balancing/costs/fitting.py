@@ -119,7 +119,7 @@ def _least_squares(
     from scipy.optimize import lsq_linear, nnls  # take a while, and few jobs want them
 
     solution: NDArray[np.float64]
-    if np.isinf(highest).all():  # a tenth of the time, in which the lead's training thread may have to wait
+    if np.isinf(highest).all():  # of 64 ranks, a tenth of the time that the lead's process takes
         orthogonal, triangle = np.linalg.qr(table)
         solution, _ = nnls(triangle, orthogonal.T @ values)
     else:

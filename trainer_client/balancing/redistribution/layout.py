@@ -170,11 +170,11 @@ def _measure(
     cuts = units_of_pieces(column, unit_bytes, num_columns, most)
     num_pieces, is_wrong = 0, largest != 0
     for index in range(num_columns):
-        local = sent_units[:, index].sum()
+        total = sent_units[:, index].sum()
         if cuts[index]:
-            num_pieces += num_own + peers.size + sources.size + (units[index] + local) // cuts[index]
+            num_pieces += num_own + peers.size + sources.size + (units[index] + total) // cuts[index]
         if not is_wrong:
-            largest = max(largest, units[index], local)
+            largest = max(largest, units[index], total)
     return order, begin, peers, sent_units, source_units, sent, received, kept, units, num_pieces, staying, largest
 
 

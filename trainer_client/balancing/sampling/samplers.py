@@ -129,10 +129,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state is {state!r}; load what `state_dict` of a sampler returned")
-        for name, local in self._identity().items():
-            if name not in state or state[name] != local:
+        for name, expected in self._identity().items():
+            if name not in state or state[name] != expected:
                 value = repr(state[name]) if name in state else "missing"
-                raise ValueError(f"state[{name!r}] is {value} and should be {local!r}; {_REMEDIES[name]}")
+                raise ValueError(f"state[{name!r}] is {value} and should be {expected!r}; {_REMEDIES[name]}")
         for name in ("epoch", "position"):
             if not is_whole(state.get(name)) or state[name] < 0:
                 raise ValueError(f"state[{name!r}] is {state.get(name)!r}; load a state as `state_dict` returned it")
