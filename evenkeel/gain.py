@@ -87,7 +87,7 @@ def estimate_gain(
         gains.append(
             Gain(
                 way=way,
-                speed_up=float(before.max(axis=1).sum() / most) if (most := loads.max(axis=1).sum()) > 0 else 1.0,
+                speed_up=gains[0].imbalance / max(_imbalance(loads, before), 1e-300) if loads.any() else 1.0,
                 imbalance=_imbalance(loads),
                 moved_share=sum(plan.figures.moved_size for plan in made) / max(sum(p.figures.size for p in made), 1),
                 loads=_ordered(loads),
@@ -129,9 +129,9 @@ def _samples(lengths: NDArray[np.int64], linear: float, pairs: float) -> RoundSa
     )
 
 
-def _imbalance(loads: NDArray[np.float64]) -> float:
-    """Largest load over the mean, mean over the batches by their time."""
-    return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1e-300))
+def _imbalance(loads: NDArray[np.float64], whole: NDArray[np.float64] | None = None) -> float:
+    """Largest load over the mean, of `whole` samples where these are split; mean over the batches by their time."""
+    return float(loads.max(axis=1).sum() / max((loads if whole is None else whole).mean(axis=1).sum(), 1e-300))
 
 
 def _ordered(loads: NDArray[np.float64]) -> NDArray[np.float64]:

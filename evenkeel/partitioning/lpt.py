@@ -86,7 +86,7 @@ def lpt(problem: Problem) -> Ranks:
 
 
 def longest_first(problem: Problem) -> Ranks:
-    """(n,) rank of each sample; ranks of a kind swap what they got, so that as much as possible stays home."""
+    """(n,) rank of each sample; ranks of a kind swap what they got, so that much stays home."""
     sets = np.full(problem.arrays.costs.size, -1, np.int32)
     place(problem, sets)
     kinds = kinds_of_ranks(problem)

@@ -164,8 +164,8 @@ class WorkerPool:
         while True:
             try:
                 started = await _Worker.start(self._limits, self._lost)
-            except OSError as error:
-                log.error("no worker could be started; trying again", error=str(error))
+            except (OSError, EOFError) as error:  # the latter if the process that forks them dies meanwhile
+                log.error("no worker could be started; trying again", error=repr(error))
                 await asyncio.sleep(_PAUSE_SECONDS)
             else:
                 self.restarts += 1

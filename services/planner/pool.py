@@ -21,7 +21,7 @@ from evenkeel.placement import InvalidInputError, PlanRequest
 from services.planner import answers
 from services.planner.answers import Answer, AnyRequest
 from services.planner.metrics import Metrics
-from services.planner.problems import ServiceError, client_gone
+from services.planner.problems import ServiceError, client_gone, time_is_up
 from services.planner.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -157,5 +157,4 @@ class Pool:
 def _too_slow(limit: float) -> ServiceError:
     what = "was over before there was an answer, and the worker was ended"
     remedy = "give more time, fewer tables or a larger gap"
-    wrong = InvalidInputError("solver.time_limit_s", f"{limit:g}", what, remedy)
-    return ServiceError(503, "Time limit", wrong, headers={"Retry-After": "1"})
+    return time_is_up(InvalidInputError("solver.time_limit_s", f"{limit:g}", what, remedy))

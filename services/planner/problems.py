@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from evenkeel.placement import InvalidInputError
-from evenkeel.placement.fields import encode
+from evenkeel.placement.fields import TimeIsUpError, encode
 
 MEDIA_TYPE = "application/problem+json"
 _SHOWN = 80
@@ -91,10 +91,17 @@ def client_gone() -> ServiceError:
     return ServiceError(499, "Client gone", "the client closed the connection before the answer")
 
 
+def time_is_up(wrong: InvalidInputError) -> ServiceError:
+    """What is answered where the limit is over before there is a plan; elsewhere, or later, it may do."""
+    return ServiceError(503, "Time limit", wrong, headers={"Retry-After": "1"})
+
+
 async def answer_problem(request: Request, error: Exception) -> Response:
     """The problem document of any error."""
     path = request.url.path
-    if isinstance(error, InvalidInputError):
+    if isinstance(error, TimeIsUpError):
+        error = time_is_up(error)
+    elif isinstance(error, InvalidInputError):
         error = ServiceError(422, "Invalid input", error)
     elif isinstance(error, HTTPException) and error.status_code == 404:
         known = ", ".join(sorted(route.path for route in request.app.routes))

@@ -6,6 +6,7 @@ opening goes on, and the next loop waits for the same one, so that no rank meets
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from evenkeel import __version__
-from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.batches import BatchError, FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.errors import NoDataError, ProgramOrderError
 from trainer_client.balancing.groups import read_membership, take_communicators
@@ -59,10 +60,12 @@ class Opening:
         membership = read_membership(config.process_group, config.peers)
         self._membership = membership if len(membership.ranks) > 1 else None
         self._world = dist.group.WORLD if membership.backend else None
-        nccl = membership.backend == "nccl"
+        nccl, template = membership.backend == "nccl", None if first is None else first.empty()
+        if self._membership is not None:
+            _check_sendable(template)
         self._hello = _Hello(
             loader=config.loader, version=__version__, node=node_name(),
-            template=None if first is None else first.empty(),
+            template=template,
             has_samples=first is not None and first.num_samples > 0,
             on_gpu=nccl or (first is not None and first.device is not None and first.device.type == "cuda"),
         )  # fmt: skip
@@ -121,6 +124,16 @@ class Opening:
             replace(config, options=options), communicators, counters=self._counters, template=template, lead=lead,
             to_gpu=to_gpu, world=self._world,
         )  # fmt: skip
+
+
+def _check_sendable(template: FlatBatch | None) -> None:
+    """Raises `BatchError` where a batch is of classes that other ranks could not make."""
+    try:
+        pickle.dumps(template)
+    except Exception as error:
+        raise BatchError(
+            f"the batch is of a class that other ranks cannot make ({error}); define it at the top of a module"
+        ) from error
 
 
 def _common_template(hellos: Sequence[_Hello], num_peers: int) -> FlatBatch:

@@ -135,7 +135,8 @@ def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:
 class PipelineSteps:
     """The training steps of a pipeline over the batches of a loader: `for output in PipelineSteps(pipeline, loader)`.
 
-    Each loop is over a new iteration of the loader: what the pipeline still holds of one that was left is dropped.
+    Each loop is over a new iteration of the loader: what the pipeline still holds of one that was left is dropped, also
+    of a loop of other steps, so that one pipeline can serve several loaders in turn.
 
     Counts what the pipeline has fetched and not trained yet, which a checkpoint must not take for trained:
     `loader.state_dict(ahead=steps.ahead())`, or `JobState(loader, ahead=steps.ahead)`.
@@ -153,7 +154,7 @@ class PipelineSteps:
         """
         self._pipeline, self._loader = pipeline, loader
         self._is_staged = hasattr(pipeline, "num_stages")  # gives None while it fills up again, and at its end
-        self._is_used = self._has_ended = False
+        self._has_ended = False
         self._fetched = self._trained = 0
         self._failures: list[Exception] = []  # why there are no more batches
 
@@ -162,9 +163,8 @@ class PipelineSteps:
         return self._fetched - self._trained
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_used:
-            self._drop_held()
-        self._is_used, self._has_ended = True, False
+        self._drop_held()
+        self._has_ended = False
         self._fetched = self._trained = 0
         self._failures.clear()
         batches = self._fetch()

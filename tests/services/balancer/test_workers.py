@@ -60,6 +60,16 @@ def test_idle_workers_that_end_are_replaced_at_once(balancer: ServiceProcess, le
     until_logged(balancer, "it had no call", 4)
 
 
+def test_workers_that_end_with_the_process_that_forks_them_come_back(balancer: ServiceProcess, lead: Lead) -> None:
+    for _ in range(3):
+        before = wait_for_workers(balancer)
+        forking = int(Path(f"/proc/{before[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in (forking, *before):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda gone=set(before): not gone & set(wait_for_workers(balancer)), SECONDS)  # type: ignore[misc]
+    lead.plan(make_round(4, 4))
+
+
 def test_busy_workers_that_end_fail_their_calls_alone(balancer: ServiceProcess, lead: Lead) -> None:
     """Calls that wait are answered by the workers that take their place."""
     before = wait_for_workers(balancer)

@@ -140,6 +140,13 @@ def padded(widths: Iterable[int]) -> Iterator[dict[str, torch.Tensor]]:
         yield {"id": ids(*range(4)), "rows": torch.zeros(4, width, dtype=torch.int64)}
 
 
+def of_a_class_of_its_own(_: int) -> None:
+    class Pair(NamedTuple):
+        id: torch.Tensor
+
+    loop([Pair(ids(1))], cost=lambda pair: pair.id)
+
+
 class Mistake(NamedTuple):
     """What each rank runs; what is raised, with which text, and by whom; the others' loops end with it."""
 
@@ -186,6 +193,9 @@ MISTAKES = {
         ValueError, "the cost function writes to 'id'",
     ),
     "a batch that is None": Mistake(lambda _: loop([None, ids(1)]), BatchError, "the batch is None"),
+    "a class that only its function knows": Mistake(
+        of_a_class_of_its_own, BatchError, "of a class that other ranks cannot make"
+    ),
     "speeds of a smaller world": Mistake(
         lambda _: loop([ids(1)], speeds=[1.0]), ValueError, "speeds has 1 entries for 2 ranks; give one for each rank"
     ),

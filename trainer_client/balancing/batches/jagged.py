@@ -77,12 +77,13 @@ def _stored_rows(kjt: Any, path: str) -> torch.Tensor | None:
             "wait; balance the host's batch, before the copy"
         )
     strides = torch.tensor(kjt.stride_per_key(), dtype=torch.int64, device="cpu")[:, None]
-    fits = positions.dim() == 2 and len(positions) == len(names) and {*keys} <= {*names}
+    is_whole = positions.dtype in (torch.int64, torch.int32)
+    fits = is_whole and positions.dim() == 2 and len(positions) == len(names) and {*keys} <= {*names}
     rows = positions[[names.index(key) for key in keys]].long() if fits else strides
     fits &= bool(((rows >= 0) & (rows < strides)).all() and (lengths >= 0).all())
     if not fits or lengths.numel() != strides.sum() or lengths.sum() != len(values):
         raise BatchError(
             f"{name} is a KeyedJaggedTensor that contradicts itself; give for each key and sample in inverse_indices "
-            "one of the key's rows, to each row its length, and as many values as these add up to"
+            "the number of one of the key's rows, to each row its length, and as many values as these add up to"
         )
     return rows + strides.cumsum(0) - strides

@@ -88,6 +88,7 @@ VALUES = {
     ),
     "row that is not stored": Case(deduplicated([[0, 1, 0], [0, 1, 2]]), "'v' is a KeyedJaggedTensor that contradicts"),
     "row before the first": Case(deduplicated([[0, 0, 0], [0, 1, -1]]), "'v' .*; give for each key and sample in inv"),
+    "rows that are no whole numbers": Case(deduplicated([[0.0, 0, 0], [0, 1, 1]]), "'v' is .* contradicts itself"),
     "rows of one key": Case(deduplicated([[0, 0, 0]]), "'v' is a KeyedJaggedTensor that contradicts itself"),
     "rows of no key": Case(deduplicated([0, 0]), "'v' is a KeyedJaggedTensor that contradicts itself"),
     "rows of another key": Case(

@@ -79,15 +79,14 @@ def check(name: str, held: int, device: torch.device, balancer: Balancer) -> Non
     """
     model = Model().to(device)
 
-    def make(loader: BalancedLoader[torch.Tensor]) -> PipelineSteps:
+    def make() -> Any:
         if name == "StagedTrainPipeline":
-            return PipelineSteps(_staged(device), loader)
+            return _staged(device)
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        pipeline = getattr(train_pipelines, name)(model, optimizer, device, **OPTIONS.get(name, {}))
-        return PipelineSteps(pipeline, loader)
+        return getattr(train_pipelines, name)(model, optimizer, device, **OPTIONS.get(name, {}))
 
-    loader = make_loader(device, balancer)
-    steps = make(loader)
+    loader, pipeline = make_loader(device, balancer), make()
+    steps = PipelineSteps(pipeline, loader)
     whole, states = [], []
     for number, output in enumerate(steps, 1):
         assert steps.ahead() == min(held, STEPS - number), (name, number, steps.ahead())
@@ -99,11 +98,13 @@ def check(name: str, held: int, device: torch.device, balancer: Balancer) -> Non
     assert [_ids(output) for output in steps] == whole, name  # in another epoch
     for _ in steps:
         break  # what it has fetched is not trained in the next loop
+    steps = PipelineSteps(pipeline, loader)  # others, of the same pipeline
     assert [_ids(output) for output in steps] == whole, name
+    assert [_ids(output) for output in PipelineSteps(pipeline, loader)] == whole, name
     for number, state in enumerate(states[:-1], 1):
         again = make_loader(device, balancer)
         again.load_state_dict(state)
-        assert [_ids(output) for output in make(again)] == whole[number:], (name, number)
+        assert [_ids(output) for output in PipelineSteps(make(), again)] == whole[number:], (name, number)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, whole)
     assert sorted(one for rank in everybody for batch in rank for one in batch) == list(range(SAMPLES)), name
