@@ -62,10 +62,10 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
         for lengths, text in zip(DRAWN, texts.split(), strict=True)
     ),
     (
-        "rounds", "1.75 0.28 0.72 15.1 9.3 2.2 59.1 45.1 5.1", "sizes/ranks={8,1024,4096}/{p50_ms,floor_ms,echo_ms}",
+        "rounds", "2.24 0.43 0.87 19.4 13.2 2.7 81.5 66.0 5.8", "sizes/ranks={8,1024,4096}/{p50_ms,floor_ms,echo_ms}",
         (), 1,
     ),
-    ("rounds", "1,683 3,207", "jobs/jobs=100/{rounds_per_second,echoes_per_second}", (), 1),
+    ("rounds", "1,632 3,156", "jobs/jobs=100/{rounds_per_second,echoes_per_second}", (), 1),
     ("redistribution_2xh200", "1.76 4.08", "rows/strategy=minimal_move/ratio", (min, max), 1),
     ("redistribution_2xh200", "1.24 2.55", "rows/strategy=shuffle/ratio", (min, max), 1),
     (
