@@ -8,9 +8,8 @@ import numpy as np
 
 from evenkeel.placement.access import power_law
 from evenkeel.placement.calibration import MeasuredStep
-from evenkeel.placement.model import Mode, Optimizer, Step, Table, Topology
 from evenkeel.placement.options import table_options
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import Mode, Optimizer, PlanRequest, Step, Table, Topology
 
 ROWS = 8_000_000
 IDS = 262_144

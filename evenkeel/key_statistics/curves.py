@@ -18,7 +18,7 @@ from scipy.special import gammainc
 from evenkeel.key_statistics.trace import ALL, Array, HeavyKeys, KeyTrace, hashed, unhashed
 from evenkeel.placement.access import Eviction, FloatArray, MissCurve
 from evenkeel.placement.fields import require
-from evenkeel.placement.model import Runtime
+from evenkeel.placement.hardware import Runtime
 
 LEAST_STEPS = 8
 """Fewer steps say nothing about reuse."""

@@ -15,8 +15,8 @@ import numpy as np
 from evenkeel.key_statistics.curves import LEAST_STEPS, SLOTS, MeasuredCurve, miss_curve
 from evenkeel.key_statistics.trace import ALL, HeavyKeys, KeyTrace
 from evenkeel.placement.fields import InvalidInputError, require
-from evenkeel.placement.model import Runtime, Table
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.hardware import Runtime
+from evenkeel.placement.request import PlanRequest, Table
 
 FORMAT = "evenkeel-key-statistics"
 VERSION = 2

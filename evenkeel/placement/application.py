@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from evenkeel.placement.access import Eviction
 from evenkeel.placement.fields import InvalidInputError, require
+from evenkeel.placement.hardware import Runtime
 from evenkeel.placement.layouts import column_blocks
-from evenkeel.placement.model import Mode, Optimizer, Runtime, Sharding, Table
 from evenkeel.placement.plan import Placement, Plan, Status
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import Mode, Optimizer, PlanRequest, Sharding, Table
 from evenkeel.placement.storage import BUCKET_ROWS, bucket_rows
 
 TORCHREC_KERNELS = {

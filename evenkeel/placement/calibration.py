@@ -12,22 +12,21 @@ from scipy.optimize import least_squares
 
 from evenkeel.placement.access import Access, FloatArray, power_law
 from evenkeel.placement.fields import Checked, Length, Range, Share, decode, require
-from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, StepCosts, profile_of
-from evenkeel.placement.model import (
+from evenkeel.placement.hardware import HardwareProfile, Runtime, RuntimeCosts, StepCosts, profile_of
+from evenkeel.placement.options import RankLoad, fixed_seconds, mode_seconds
+from evenkeel.placement.planner import plan
+from evenkeel.placement.request import (
     MAX_DIM,
     MAX_RANKS,
     MAX_ROWS,
     Mode,
     Optimizer,
-    Runtime,
+    PlanRequest,
     Sharding,
     Step,
     Table,
     Topology,
 )
-from evenkeel.placement.options import RankLoad, fixed_seconds, mode_seconds
-from evenkeel.placement.planner import plan
-from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.whole_step import (
     MEASURED,
     MEASURED_ONE_RANK,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -12,16 +13,24 @@ from typing import Annotated, TypeAlias
 import numpy as np
 
 from evenkeel.placement.fields import Checked, Length, OneOf, Range, Share, check_fields, decode, require
-from evenkeel.placement.model import Bytes, Runtime
 
 PROFILE_VERSION = 1
+MAX_BYTES = 2**53
 NARROW = 32
 """Elements of the widest rows that FBGEMM reads with kernels for small ones, where they are not pooled."""
 
+Bytes: TypeAlias = Annotated[int, Range(0, MAX_BYTES)]
 Fixed: TypeAlias = Annotated[float, Range(0, 60)]
 Factor: TypeAlias = Annotated[float, Range(0, 1e4)]
 Rate: TypeAlias = Annotated[float, Range(1, 1e18)]
 Gather: TypeAlias = Annotated[tuple[tuple[Annotated[float, Range(0, 1e9, above=True)], Rate], ...], Length(1, 10_000)]
+
+
+class Runtime(StrEnum):
+    """The library that holds the tables: its storage formulas, its modes and its fusing of tables."""
+
+    DYNAMICEMB = "dynamicemb"
+    TORCHREC = "torchrec"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ import numpy as np
 
 from evenkeel.placement.access import wanted_keys
 from evenkeel.placement.fields import require
-from evenkeel.placement.model import Runtime, Sharding
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.hardware import Runtime
+from evenkeel.placement.request import PlanRequest, Sharding
 
 _KEY = 8
 """Bytes of a key on its way."""

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
-from evenkeel.placement.model import Sharding, Table, Topology
 from evenkeel.placement.plan import Placement
-
-WIDTH_UNIT = 4
-"""Elements that the width of every table and shard is a multiple of in FBGEMM, but for those that are replicated."""
+from evenkeel.placement.request import WIDTH_UNIT, Sharding, Table, Topology
 
 
 class Scope(IntEnum):

@@ -27,10 +27,9 @@ from typing import NamedTuple
 import numpy as np
 
 from evenkeel.placement.access import FloatArray, different_share, fullest_rank, step_keys
-from evenkeel.placement.hardware import NARROW, RuntimeCosts, row_seconds
+from evenkeel.placement.hardware import NARROW, Runtime, RuntimeCosts, row_seconds
 from evenkeel.placement.layouts import ROW_WISE, Layout, Scope, layouts
-from evenkeel.placement.model import Mode, Runtime, Sharding, Table, modes_of_ratio
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import Mode, PlanRequest, Sharding, Table, modes_of_ratio
 from evenkeel.placement.storage import dynamicemb_footprint, round_up, row_bytes, state_bytes, torchrec_footprint
 
 PAGE = 4096

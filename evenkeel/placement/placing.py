@@ -18,9 +18,8 @@ import numpy as np
 
 from evenkeel.placement.access import FloatArray, IntArray
 from evenkeel.placement.layouts import Scope
-from evenkeel.placement.model import Topology
 from evenkeel.placement.problem import SLACK, Choice, Problem
-from evenkeel.placement.request import Watch
+from evenkeel.placement.request import Topology, Watch
 from evenkeel.placement.search import Solution, solve
 
 _SHARE = 0.3

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from evenkeel.placement.model import Mode, Runtime, Sharding
+from evenkeel.placement.hardware import Runtime
+from evenkeel.placement.request import Mode, Sharding
 
 
 class Status(StrEnum):

@@ -12,10 +12,9 @@ from scipy.optimize import least_squares
 
 from evenkeel.placement.access import FloatArray
 from evenkeel.placement.fields import Checked, InvalidInputError, Length, Range, decode, encode, require
-from evenkeel.placement.hardware import HardwareProfile
-from evenkeel.placement.model import Mode, Runtime
+from evenkeel.placement.hardware import HardwareProfile, Runtime
 from evenkeel.placement.plan import Plan
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import Mode, PlanRequest
 
 FORMAT = "evenkeel-plan"
 VERSION = 1

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from evenkeel.placement.model import Sharding
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.report import Report
+from evenkeel.placement.request import Sharding
 
 _GIB = 2**30
 _SHORT = {

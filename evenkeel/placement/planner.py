@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from evenkeel.placement.fields import InvalidInputError
+from evenkeel.placement.hardware import Runtime
 from evenkeel.placement.layouts import Layout, Scope
-from evenkeel.placement.model import Mode, Runtime, Table
 from evenkeel.placement.options import RankLoad, allowed_modes, fixed_seconds
 from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
 from evenkeel.placement.problem import UNIT, Problem, build_problem
-from evenkeel.placement.request import PlanRequest, Watch
+from evenkeel.placement.request import Mode, PlanRequest, Table, Watch
 from evenkeel.placement.search import PricedGroup, Solution
 from evenkeel.placement.shortage import explain_shortage
 from evenkeel.placement.storage import bucket_rows, row_bytes
@@ -184,7 +184,7 @@ def _plan_of(request: PlanRequest, problem: Problem, placed: Placed | None) -> P
     )
     modules = () if placed is None else _modules(request, problem, placed)
     host_seconds, dense_ms = _host_seconds(modules), request.step.dense_ms
-    has_gpu = request.topology.hbm_bytes > 0 and len(request.tables) > 0
+    has_gpu = request.topology.hbm_bytes > 0
     return Plan(
         status=Status.UNKNOWN if placed is None else Status.FEASIBLE,
         runtime=request.runtime,

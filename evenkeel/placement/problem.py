@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from evenkeel.placement.access import BoolArray, Eviction, FloatArray, IntArray, shared_cache
 from evenkeel.placement.fields import InvalidInputError, TimeIsUpError, require
+from evenkeel.placement.hardware import Runtime
 from evenkeel.placement.layouts import ROW_WISE, TABLE_WISE, Layout, Scope
-from evenkeel.placement.model import Mode, Runtime, Sharding, Table, Topology
 from evenkeel.placement.options import (
     PAGE,
     Options,
@@ -31,7 +31,7 @@ from evenkeel.placement.options import (
     table_layouts,
     table_options,
 )
-from evenkeel.placement.request import PlanRequest, Watch
+from evenkeel.placement.request import Mode, PlanRequest, Sharding, Table, Topology, Watch
 
 Agreement = tuple[Hashable, float | FloatArray, float | FloatArray]
 """What is agreed on, and two numbers that say what it would be, for each of some options or for all of them."""
@@ -119,7 +119,8 @@ class Problem:
 
     def least(self, values: FloatArray) -> FloatArray:
         """(tables,) the least of (options,) values."""
-        return _least(values, self.starts[:-1])
+        found: FloatArray = np.minimum.reduceat(values, self.starts[:-1])
+        return found
 
     def cheapest(self, values: FloatArray) -> Choice:
         """The first option of each table with the least of (options,) values."""
@@ -176,17 +177,12 @@ class Problem:
     def least_shard(self, resource: int) -> float:
         """The largest shard that some rank must hold: time (0), HBM (1) or host memory (2) of no plan is less."""
         shards = np.where(np.isfinite(self.seconds), self.shards[:, resource], np.inf)
-        return float(self.least(shards).max(initial=0.0))
-
-
-def _least(values: FloatArray, starts: IntArray) -> FloatArray:
-    found: FloatArray = np.minimum.reduceat(values, starts) if len(starts) else np.zeros(0)
-    return found
+        return float(self.least(shards).max())
 
 
 def cheapest(values: FloatArray, starts: IntArray, rows: IntArray) -> IntArray:
     """The first of the least of (options,) values of each row: those from a start up to the next one."""
-    at = np.flatnonzero(values == _least(values, starts)[rows])
+    at = np.flatnonzero(values == np.minimum.reduceat(values, starts)[rows])
     found: IntArray = at[np.searchsorted(rows[at], np.arange(len(starts)))]
     return found
 
@@ -200,7 +196,7 @@ def budgets(request: PlanRequest) -> FloatArray:
 def budget_of(request: PlanRequest, resource: int) -> Callable[[int], float]:
     """The units that tables may use of so many bytes: HBM of a rank (0), or memory of a host (1)."""
     machines, workspace = request.topology, 0
-    if resource == 0 and request.tables:
+    if resource == 0:
         workspace = request.profile.costs(request.runtime).workspace_bytes
     usable = machines.host_budget_of if resource else machines.hbm_budget_of
     return lambda size: max(0, usable(size) - workspace) // PAGE * PAGE / UNIT
@@ -231,18 +227,18 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
     layouts = [each.options.layout for each in found]
     sizes = [len(each.options.ratio) for each in found]
     columns = {
-        name: np.concatenate([np.zeros(0), *(getattr(each.options, name) for each in found)]) / unit
+        name: np.concatenate([getattr(each.options, name) for each in found]) / unit
         for name, unit in {"ratio": 1, "held": 1, "rows": 1, "seconds": 1, "hbm": UNIT, "host": UNIT}.items()
     }
     terms, subject = _numbered(found, sizes)
     return Problem(
         starts=np.searchsorted(np.repeat([each.table for each in found], sizes), np.arange(len(request.tables) + 1)),
         layout=np.repeat(np.array(layouts, dtype=object), sizes),
-        scope=np.repeat(np.array([layout.scope for layout in layouts], dtype=np.int64), sizes),
-        pieces=np.repeat(np.array([layout.pieces for layout in layouts], dtype=np.int64), sizes),
+        scope=np.repeat(np.array([layout.scope for layout in layouts]), sizes),
+        pieces=np.repeat(np.array([layout.pieces for layout in layouts]), sizes),
         mode=np.repeat(np.array([each.options.mode for each in found], dtype=object), sizes),
         **columns,
-        scale=np.repeat([whole_shards(request.topology, layout) for layout in layouts], sizes, axis=0).reshape(-1, 3),
+        scale=np.repeat([whole_shards(request.topology, layout) for layout in layouts], sizes, axis=0),
         terms=terms,
         subject=subject,
         group=group,

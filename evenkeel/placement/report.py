@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from evenkeel.placement.layouts import Layout, Scope
-from evenkeel.placement.model import Mode, Sharding, Table
 from evenkeel.placement.options import RankLoad, exchange_seconds, mode_seconds
 from evenkeel.placement.plan import Placement, Plan
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import Mode, PlanRequest, Sharding, Table
 
 K = TypeVar("K", bound=Hashable)
 

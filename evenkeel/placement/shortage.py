@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from evenkeel.placement.hardware import MAX_BYTES
 from evenkeel.placement.layouts import Scope
-from evenkeel.placement.model import MAX_BYTES, Topology
 from evenkeel.placement.options import PAGE
 from evenkeel.placement.placing import place, solve_and_place
 from evenkeel.placement.plan import Shortage
 from evenkeel.placement.problem import SLACK, UNIT, Choice, Problem, budget_of
-from evenkeel.placement.request import PlanRequest, Watch
+from evenkeel.placement.request import PlanRequest, Topology, Watch
 from evenkeel.placement.search import solve
 
 _LEAST = PAGE / UNIT

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenkeel.placement.access import Eviction, FloatArray, IntArray
-from evenkeel.placement.model import Mode, Optimizer, Table
+from evenkeel.placement.request import Mode, Optimizer, Table
 
 HBM_GRANULE = 2 << 20
 HOST_GRANULE = 4096

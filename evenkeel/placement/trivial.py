@@ -9,11 +9,10 @@ import numpy as np
 
 from evenkeel.placement.access import BoolArray
 from evenkeel.placement.layouts import Layout
-from evenkeel.placement.model import Mode
 from evenkeel.placement.options import table_layouts
 from evenkeel.placement.placing import Placed, place
 from evenkeel.placement.problem import SLACK, Choice, Problem
-from evenkeel.placement.request import PlanRequest, Watch
+from evenkeel.placement.request import Mode, PlanRequest, Watch
 
 
 def trivial_placements(request: PlanRequest, problem: Problem, watch: Watch) -> dict[str, Placed | None]:
@@ -23,8 +22,6 @@ def trivial_placements(request: PlanRequest, problem: Problem, watch: Watch) -> 
     tables have the first layout that they allow, or all are cut into as many columns as they can be. Each is there
     whatever time is left, the last one best where some is.
     """
-    if not request.tables:
-        return {}
     able = [table_layouts(request, table) for table in request.tables]
     first = tuple((own[0],) for own in able)
     cut = [max(own, key=lambda each: each.pieces).sharding for own in able]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.fields import TimeIsUpError, require
+from evenkeel.placement.fields import Length, Range, TimeIsUpError
+from evenkeel.placement.hardware import MAX_BYTES
 from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Plan
@@ -68,6 +69,7 @@ class WhatIf:
         next_hbm_gib_saves_seconds: Kernel time that one more GiB of HBM on every rank saves, by planning again.
         next_host_gib_saves_seconds: Kernel time that one more GiB of memory on every host saves, by planning again.
         tables: The tables to which more HBM is worth most, best first.
+        notice: What the time limit left out; empty where that is nothing.
     """
 
     plan: Plan
@@ -76,6 +78,7 @@ class WhatIf:
     next_hbm_gib_saves_seconds: float | None
     next_host_gib_saves_seconds: float | None
     tables: tuple[TableValue, ...]
+    notice: str = ""
 
 
 def what_if(
@@ -99,10 +102,10 @@ def what_if(
         InvalidInputError: If a number of points or an HBM size makes no sense, or as for `plan`.
     """
     for name, number in (("points", points), ("host_points", host_points)):
-        require(0 <= number <= MAX_POINTS, name, number, "is out of range", f"give 0 to {MAX_POINTS}")
-    require(len(hbm_bytes) <= MAX_POINTS, "hbm_bytes", len(hbm_bytes), "is too many sizes", f"at most {MAX_POINTS}")
+        Range(0, MAX_POINTS).check(number, name)
+    Length(0, MAX_POINTS).check(hbm_bytes, "hbm_bytes")
     for index, size in enumerate(hbm_bytes):
-        require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
+        Range(0, MAX_BYTES).check(size, f"hbm_bytes[{index}]")
     watch = Watch(request.solver.time_limit_s, clock=clock)
     base = plan_in_time(request, watch, _SHARE)
     saves: list[float | None] = [None, None]
@@ -125,6 +128,12 @@ def what_if(
             resource, size = sizes[number]
             part = watch.part(2 / (1 + len(sizes) - done))
             curves[resource].append(_point(request, problem, resource, size, part))
+    wanted, found = (len(set(hbm_bytes)) or points) + host_points, len(curves[0]) + len(curves[1])
+    notice = ""
+    if found < wanted and watch.is_over():
+        notice = (
+            f"time was over when {found} of {wanted} sizes were planned for: raise solver.time_limit_s or ask fewer"
+        )
     values = [TableValue(table=p.table, seconds_per_gib=p.seconds_per_gib) for p in base.placements]
     return WhatIf(
         plan=base,
@@ -133,6 +142,7 @@ def what_if(
         next_hbm_gib_saves_seconds=saves[0],
         next_host_gib_saves_seconds=saves[1],
         tables=tuple(v for v in sorted(values, key=lambda v: -v.seconds_per_gib) if v.seconds_per_gib > 0),
+        notice=notice,
     )
 
 
@@ -144,10 +154,10 @@ def _evenly(number: int) -> Iterable[int]:
 
 def _sizes(request: PlanRequest, problem: Problem, resource: int, points: int, watch: Watch) -> list[int]:
     """Sizes of HBM (0) or of a host's memory (1) between the least that works and what the best plan of all takes."""
-    if points and not resource and not (request.tables and request.topology.hbm_bytes):
-        return [request.topology.hbm_bytes]
-    if not points or not request.tables:
+    if not points:
         return []
+    if not resource and not request.topology.hbm_bytes:
+        return [0]
     budget = [np.inf if b == resource else float(problem.budget[b]) for b in range(2)]
     frugal, _ = solve_and_place(problem.minimising(resource), request.topology, watch.part(0.5), gap=_CURVE_GAP)
     best, _ = solve_and_place(problem.with_budget(*budget), request.topology, watch, gap=_CURVE_GAP)

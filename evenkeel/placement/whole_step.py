@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from evenkeel.placement.hardware import StepCosts
 from evenkeel.placement.layouts import Layout
-from evenkeel.placement.model import Mode, Sharding, Table
 from evenkeel.placement.options import RankLoad, mixing_seconds
 from evenkeel.placement.plan import Plan
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import Mode, PlanRequest, Sharding, Table
 
 MEASURED = StepCosts(
     host_s=1.23e-3,

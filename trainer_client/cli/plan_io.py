@@ -15,9 +15,8 @@ from evenkeel import key_statistics
 from evenkeel.placement import InvalidInputError, PlanRequest, Runtime, whole_step_seconds
 from evenkeel.placement.application import lines_to_paste, module_paths, sharding_plan_module
 from evenkeel.placement.fields import decode, encode, quantity
-from evenkeel.placement.hardware import parse_profile
+from evenkeel.placement.hardware import MAX_BYTES, parse_profile
 from evenkeel.placement.hot_rows import with_hot_rows
-from evenkeel.placement.model import MAX_BYTES
 from evenkeel.placement.plan_file import PlanFile, dumps, measured_line
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import make_report

@@ -45,15 +45,14 @@ export class AnswerView {
 
   plan({ plan, code, report }, request) {
     const isFound = plan.seconds !== null && report !== null;
-    const isEmpty = plan.seconds !== null && !isFound;
     this.now = isFound ? { plan, request, report } : null;
     this.code = code;
     this.#today = { plan, request };
     this.page.refused(null);
-    this.#problem(isFound || isEmpty ? null : this.#shortage(plan, request));
+    this.#problem(isFound ? null : this.#shortage(plan, request));
     $("answer").hidden = !isFound;
-    $("what-if").hidden = isEmpty;
-    $("headline").textContent = isEmpty ? "There are no tables: paste, open or add some" : isFound ? `${seconds(plan.seconds)} a step, ${proof(plan)}` : plan.shortage ? "Nothing fits" : "No answer in time";
+    $("what-if").hidden = false;
+    $("headline").textContent = isFound ? `${seconds(plan.seconds)} a step, ${proof(plan)}` : plan.shortage ? "Nothing fits" : "No answer in time";
     if (isFound) this.#drawPlan(this.now);
     $("ranks-part").hidden = $("lines").hidden = !isFound;
     $("code").textContent = code;
@@ -142,7 +141,7 @@ export class AnswerView {
     const usable = points?.length > 0;
     $("curve-table").hidden = !usable;
     if (!usable) {
-      show($("curve"), html("p", { class: "hint" }, points ? `No ${words} is enough, all else equal.` : "…"));
+      show($("curve"), html("p", { class: "hint" }, points ? this.#whatIf?.notice || `No ${words} is enough, all else equal.` : "…"));
       $("curve-text").textContent = "";
       show($("next"));
       return;

@@ -40,6 +40,11 @@ export class Planning {
     const own = (this.#own = new AbortController());
     const asked = structuredClone(request);
     const waiting = (text) => { if (own === this.#own) this.view.waiting(text); };
+    if (!asked.tables.length) {
+      this.view.nothing("There are no tables: paste, open or add some");
+      this.view.end();
+      return null;
+    }
     let part = "plan";
     this.view.begin(this.#kept(asked));
     try {

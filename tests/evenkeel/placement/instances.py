@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf
+from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf, builtin_profile
 from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
 from evenkeel.placement.options import mixing_seconds, ratio_grid, table_layouts, table_options
 from evenkeel.placement.problem import SLACK, UNIT, budgets, shared_caches, whole_shards
@@ -73,10 +73,7 @@ def mixed_request(seed: int) -> PlanRequest:
         for index in range(count)
     )
     size = sum(table.rows * table.dim * 12 for table in tables) / 4
-    step, costs = (
-        Step(samples_per_rank=256),
-        PlanRequest(topology=Topology(ranks=1, hbm_bytes=1)).profile.costs(runtime),
-    )
+    step, costs = Step(samples_per_rank=256), builtin_profile("h200").costs(runtime)
     topology = Topology(
         ranks=4,
         hbm_bytes=costs.workspace_bytes + int(size * draw.uniform(0.02, 1.0)) + (20 << 20),

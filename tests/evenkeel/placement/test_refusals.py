@@ -17,18 +17,19 @@ from tests.evenkeel.placement.instances import random_tables, request
 
 STEP: dict[str, Any] = {"name": "a", "samples": 8, "parts": [{"count": 1, "rows": 9}], "seconds": 1.0}
 H200 = encode(builtin_profile("h200"))
-LFU = {"name": "item", "rows": 1000, "dim": 8, "eviction": "lfu"}
+ITEM = {"name": "item", "rows": 1000, "dim": 8}
+LFU = ITEM | {"eviction": "lfu"}
 NO_SHARES = {"kind": "miss_curve", "cache_fractions": [0], "miss_rates": [1], "unique_fraction": 1}
 FALLING = NO_SHARES | {"cache_fractions": [0.5, 0.2], "miss_rates": [0.1, 0.2]}
 
 
 def request_of(**parts: Any) -> PlanRequest:
     topology = {"ranks": 2, "hbm_bytes": 1 << 30} | parts.pop("topology", {})
-    return decode(PlanRequest, {"topology": topology} | parts)
+    return decode(PlanRequest, {"tables": [ITEM], "topology": topology} | parts)
 
 
 def table_of(**fields: Any) -> PlanRequest:
-    return request_of(tables=[{"name": "item", "rows": 1000, "dim": 8} | fields])
+    return request_of(tables=[ITEM | fields])
 
 
 def histogram(keys: list[float], lookups: list[float]) -> PlanRequest:
@@ -79,6 +80,8 @@ def profile_of_width(width: float) -> PlanRequest:
         (lambda: table_of(score_words=2), "tables[0].score_words", ""),
         (lambda: request_of(tables=[LFU], runtime="torchrec", step={"prefetch_depth": 2}), "tables[0].eviction", ""),
         (lambda: request(random_tables(1, 0) * 2, hbm_gib=1), "tables[1].name", ""),
+        (lambda: request_of(tables=[]), "tables", "give 1 to 20000 items"),
+        (lambda: decode(PlanRequest, {"topology": {"ranks": 1, "hbm_bytes": 1}}), "tables", "give it"),
         (lambda: request_of(topology={"ranks": 8, "ranks_per_host": 3}), "topology.ranks_per_host", "divisor of ranks"),
         (lambda: request_of(topology={"ranks": "8"}), "topology.ranks", ""),
         (lambda: request_of(topology={"hbm_bytes": -1}), "topology.hbm_bytes", ""),

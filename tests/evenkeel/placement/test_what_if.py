@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,3 +131,15 @@ def test_many_sizes_keep_the_time_limit_and_the_plan_is_answered_whatever_it_is(
     answer = what_if(asked, points=256, host_points=256, clock=time.process_time)
     assert time.process_time() - begin < limit + 1
     assert answer.plan.seconds is not None
+    planned = len(answer.curve) + len(answer.host_curve)
+    assert planned == 512 or f"{planned} of 512 sizes" in answer.notice
+
+
+def test_a_curve_without_a_point_says_why() -> None:
+    asked = request(random_tables(5, 1), hbm_gib=4)
+    ticks = itertools.count()
+    answer = what_if(asked, points=3, clock=lambda: 0.0 if next(ticks) < 20 else 1e6)
+    assert answer.plan.seconds is not None
+    assert not answer.curve
+    assert answer.notice == "time was over when 0 of 3 sizes were planned for: raise solver.time_limit_s or ask fewer"
+    assert what_if(asked, points=3).notice == ""

@@ -111,6 +111,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tables": [TABLE] * 2}, "tables[1].name"),
     ({"tables": [{**TABLE, "color": "red"}]}, "tables[0].color"),
     ({"tables": [{}] * 5001}, "tables"),
+    ({"tables": []}, "tables"),
     ({"topology": "h300x8"}, "topology"),
     ({"hardware": "abacus"}, "hardware"),
     ({"hardware": {"name": "mine"}}, "hardware.device"),
@@ -119,6 +120,7 @@ ROWS = '{"topology": "h200x8", "tables": [{"name": "a", "dim": 4, "rows": %s}]}'
 BODIES: list[tuple[bytes, int, dict[str, str]]] = [
     (b'{"tables": [],,}', 400, {"field": "body", "problem": "line 1, column 15", "value": ",,}"}),
     (b"[1, 2]", 422, {}),
+    (b'{"topology": "h200x8"}', 422, {"field": "tables", "problem": "is missing"}),
     (b'{"format": "evenkeel-plan", "measured": 5}', 422, {}),
     (b"\xff\xfe", 400, {"value": "b'\\xff\\xfe'"}),
     (b"[" * 100_000, 400, {}),

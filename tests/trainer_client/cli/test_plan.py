@@ -85,7 +85,7 @@ REFUSED: list[tuple[bytes, tuple[str, ...], str]] = [
     (b"a: [", (), "is no YAML"),
     (b"\x7fELF\x00\x01", (), "is no"),
     (b"- {name: caf\xe9, rows: 5, dim: 4}", (), "is no UTF-8 text"),
-    (b"{tables: [], step: 5}", ("--samples", "8"), "step: is no object"),
+    (b"{tables: [{name: a, rows: 5, dim: 4}], step: 5}", ("--samples", "8"), "step: is no object"),
     (b"{format: evenkeel-plan, request: 5}", (), "request: is no object"),
     (b"- {name: a, rows: 400X, dim: 4}", (), "rows"),
     (b"a: &a [*a]", (), "unknown"),
