@@ -27,6 +27,7 @@ from benchmarks.harness.results import write
 from benchmarks.harness.steps import Steps
 
 FAULTS_PER_JOB = 50
+NOTHING = "none"  # what a fault's steps are held against
 RANK_FAULTS = ("slow rank", "NaN cost on one rank", "request larger than the service takes")
 
 
@@ -40,6 +41,8 @@ class Tally:
     back_steps: list[int] = field(default_factory=list)
     back_seconds: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)  # of each step of which no rank's data was slow
+    spans: list[tuple[str, float, float]] = field(default_factory=list)  # of the job's faults, `time.monotonic`
+    longest: dict[str, list[float]] = field(default_factory=dict)  # by kind, what the longest step of each was blocked
     samples: int = 0
     longest_close: float = 0.0
     breaker_changes: int = 0
@@ -66,6 +69,7 @@ class Tally:
             self.errors.append(f"ranks took {[len(rank_records) for rank_records in records]} steps")
         self.breaker_changes += run.results[0]["breaker_changes"]
         self.longest_close = max(self.longest_close, *(result["close_seconds"] for result in run.results))
+        quiet: list[tuple[float, float]] = []  # (end, seconds blocked) of those steps
         for number, (step, blocked) in enumerate(zip(zip(*records, strict=False), run.blocked, strict=True)):
             loaded = Counter(run.steps.expected(world_size, number))
             trained = Counter(sample for record in step for sample in record["ids"])
@@ -75,10 +79,15 @@ class Tally:
             self.differing += len({(record["mode"], record["reason"], record["round"]) for record in step}) != 1
             if not (slow := run.steps.slowness(number)):
                 self.blocked.append(blocked)
+                quiet.append((step[0]["at"], blocked))
             self.late += blocked > SLACK + slow
             self.outcomes[f"{step[0]['mode']} ({step[0]['reason']})"] += 1
             for name, where in zip(RANK_FAULTS, (run.steps.slow, run.steps.bad_costs, run.steps.big), strict=True):
                 self.faults[name] += sum((rank, number) in where for rank in range(world_size))
+        for kind, began, ended in self.spans:
+            if during := [blocked for at, blocked in quiet if began <= at <= ended]:
+                self.longest.setdefault(kind, []).append(max(during))
+        self.spans.clear()
 
 
 def soak(
@@ -119,8 +128,12 @@ def soak(
 
 
 def one_fault(rng: random.Random, harm: Harm, run: Run, tally: Tally) -> int:
-    """Injects one fault and, mostly, waits until the service balances again."""
-    kind = harm.pick()
+    """Injects one fault and, mostly, waits until the service balances again; now and then injects nothing."""
+    began, kind = time.monotonic(), harm.pick()
+    if rng.random() < 0.05:
+        run.until(times=30)
+        tally.spans.append((NOTHING, began, time.monotonic()))
+        return 0
     if not harm.inject(kind, run):
         tally.missed[kind] += 1
         harm.heal()
@@ -135,6 +148,7 @@ def one_fault(rng: random.Random, harm: Harm, run: Run, tally: Tally) -> int:
     row = 3
     tally.back_steps.append(run.until(mode="service", times=row, seconds=60.0) - row)
     tally.back_seconds.append(time.monotonic() - healed)
+    tally.spans.append((kind, began, time.monotonic()))
     return 1
 
 
@@ -166,6 +180,7 @@ def report(tally: Tally, options: argparse.Namespace, seconds: float) -> dict[st
         "steps_until_balance_returned": spread(tally.back_steps),
         "seconds_until_balance_returned": spread(tally.back_seconds),
         "seconds_that_a_step_stood_still": spread(tally.blocked),
+        "longest_by_kind": {kind: spread(values) for kind, values in sorted(tally.longest.items())},
     }  # fmt: skip
 
 

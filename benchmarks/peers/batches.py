@@ -23,7 +23,10 @@ SPEC = BatchSpec(
 def batch_class(base: type[Any]) -> type[Any]:
     """The peer's `BaseBatch` with the fields of a `SequenceBatch`; two-dimensional ones flattened, as it wants them."""
     names = ("context", "sample", "workload")
-    return make_dataclass("PeerBatch", [(name, Any, field(default=None)) for name in names], bases=(base,))
+    kind = make_dataclass("PeerBatch", [(name, Any, field(default=None)) for name in names], bases=(base,))
+    kind.__module__ = __name__  # by whose name other ranks unpickle it
+    globals()[kind.__name__] = kind
+    return kind
 
 
 def make_batch(kind: type[Any], sequences: SequenceBatch, workload: torch.Tensor) -> Any:

@@ -105,16 +105,22 @@ def pack_directives(broadcast: Broadcast, *, plan: RoundPlan | None = None, slic
     )  # fmt: skip
     rows = _Rows(broadcast.world_size, pack_changed(broadcast))
     begins, source_begins = slices.home_begin, slices.source_begin[:: slices.num_batches]
-    rows.header["num_parts"], rows.header["num_sources"] = np.diff(begins), np.diff(source_begins)
+    rows.header["num_parts"], rows.header["num_sources"] = _sizes(begins), _sizes(source_begins)
     rows.add(np.stack([plan.loads_before.T, plan.loads_after.T], axis=2).astype("<f8", copy=False))
     rows.add(slices.destinations, begins)
     rows.add(slices.steps if slices.steps is not None else np.zeros(0, "<i4"), begins)
     if plan.parts is not None:
         rows.add(plan.parts.begins, begins)
-    rows.add(np.diff(slices.source_begin).astype("<i4").reshape(broadcast.world_size, -1))
+    rows.add(_sizes(slices.source_begin).astype("<i4").reshape(broadcast.world_size, -1))
     for array in (slices.sources, slices.source_counts, slices.source_totals):
         rows.add(array, source_begins)
     return rows.table()
+
+
+def _sizes(begins: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What `np.diff` gives, of which a round of few ranks would notice the calls."""
+    sizes: NDArray[np.int64] = begins[1:] - begins[:-1]
+    return sizes
 
 
 class _Rows:
@@ -135,7 +141,7 @@ class _Rows:
         begins = np.arange(len(array) + 1) if begins is None else begins.astype(np.int64)
         begins = begins * (words.size // len(array))
         self._parts.append((words, begins, self._ends // 4))
-        sizes = np.diff(begins) * 4
+        sizes = _sizes(begins) * 4
         self._ends = self._ends + sizes + -sizes % 8
 
     def table(self) -> Bytes:
@@ -147,7 +153,7 @@ class _Rows:
         table[:, _HEADER.itemsize : _HEADER.itemsize + len(self._broadcast)] = self._broadcast
         words, rows = table.reshape(-1).view("<u4"), np.arange(len(self.header)) * (width // 4)
         for part, begins, ends in self._parts:
-            shifts = np.repeat(rows + ends - begins[:-1], np.diff(begins))
+            shifts = np.repeat(rows + ends - begins[:-1], _sizes(begins))
             words[shifts + np.arange(part.size)] = part
         return table
 

@@ -46,25 +46,26 @@ class Ticket:
     wanted: bool = False  # the loop waits for the directive
     started: int = 0  # batches whose move has begun
     unasked: bool = True  # nobody has asked for its `splits`
-    future: Future[Directive] = field(default_factory=Future)
+    directive: Directive | None = None  # what this rank is to do, once that is known
+    future: Future[Directive] = field(default_factory=Future)  # the same, to be waited for
 
     @classmethod
     def of_nothing(cls) -> Ticket:
         """That of a loop which is over before it has begun, as no rank has had any batch."""
         ticket = cls(-1, Contribution(state=State.EXHAUSTED))
-        ticket.future.set_result(Directive(decision=END))
+        ticket.settle(Directive(decision=END))
         return ticket
 
-    @property
-    def directive(self) -> Directive | None:
-        """What this rank is to do, if that is known."""
-        return self.future.result() if self.future.done() and self.future.exception() is None else None
+    def settle(self, directive: Directive) -> None:
+        """Wakes who waits for the directive, unless the round has failed."""
+        if not self.future.done():
+            self.directive = directive
+            self.future.set_result(directive)
 
     @property
     def left(self) -> tuple[int, ...]:
         """Batches of the round that are trained and whose move has not begun; none before its directive is known."""
-        directive = self.directive
-        return () if directive is None else directive.batches[self.started :]
+        return () if self.directive is None else self.directive.batches[self.started :]
 
     @property
     def report(self) -> RoundReport:
@@ -343,8 +344,8 @@ class Rounds:
             self._counters.wait_seconds += directive.reports[0].wait_seconds
         if decision.error is not None:
             _fail(ticket, decision.error)
-        elif not ticket.future.done():
-            ticket.future.set_result(directive)
+        else:
+            ticket.settle(directive)
 
     def fail(self, error: BaseException) -> None:
         """Wakes everybody at once."""
