@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from evenkeel.placement import InvalidInputError, PlanRequest, parse_topology
+from evenkeel.placement.calibration import corrected_profile
 from evenkeel.placement.fields import decode, encode, require
-from evenkeel.placement.plan_file import FORMAT, MOST_MEASURED, MeasuredPlan, corrected_profile
+from evenkeel.placement.plan_file import FORMAT, MOST_MEASURED, MeasuredPlan
 
 DEFAULT_RESERVE = 0.15
 """Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""

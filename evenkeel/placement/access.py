@@ -120,6 +120,16 @@ class Popularity:
     keys: FloatArray
     probability: FloatArray
 
+    def touched(self, lookups: float) -> FloatArray:
+        """The chance `q_i` that a step of independent `lookups` touches one key of each bin."""
+        with np.errstate(divide="ignore"):
+            chance: FloatArray = -np.expm1(lookups * np.log1p(-np.minimum(self.probability, 1 - 1e-16)))
+        return chance
+
+    def unique(self, lookups: float) -> float:
+        """Expected number of different keys among independent `lookups`."""
+        return float(self.keys @ self.touched(lookups))
+
 
 def popularity(access: Access, rows: int, lookups: float = 0.0) -> Popularity:
     """Bins of equal popularity of the keys of a table with `rows` rows.
@@ -131,7 +141,7 @@ def popularity(access: Access, rows: int, lookups: float = 0.0) -> Popularity:
     if isinstance(access, Zipf):
         return _zipf(access.exponent, rows)
     wanted = access.unique_fraction * lookups
-    at = bisect(_EXPONENTS, -wanted, key=lambda e: -unique_keys(_zipf(e, rows), lookups))
+    at = bisect(_EXPONENTS, -wanted, key=lambda e: -_zipf(e, rows).unique(lookups))
     return _zipf(_EXPONENTS[min(at, len(_EXPONENTS) - 1)], rows)
 
 
@@ -208,11 +218,6 @@ class StepKeys:
         return np.clip(np.interp(cache_rows, self.cached, self.miss_rate, left=1.0), 0.0, 1.0)
 
 
-def unique_keys(keys: Popularity, lookups: float) -> float:
-    """Expected number of different keys among `lookups` independent lookups."""
-    return float(keys.keys @ _touched(keys, lookups))
-
-
 def che_curve(keys: Popularity, lookups: float, points: int = 160) -> tuple[FloatArray, FloatArray]:
     """Cache sizes and LRU miss rates among unique keys of a step, by Che's approximation.
 
@@ -222,7 +227,7 @@ def che_curve(keys: Popularity, lookups: float, points: int = 160) -> tuple[Floa
 
     Source: Che, Tung and Wang 2002; Fricker, Robert and Roberts, arXiv 1202.3974.
     """
-    touched = _touched(keys, lookups)
+    touched = keys.touched(lookups)
     unique = float(keys.keys @ touched)
     with np.errstate(divide="ignore"):
         log_missed = lookups * np.log1p(-np.minimum(keys.probability, 1 - 1e-16))
@@ -241,7 +246,7 @@ def che_curve(keys: Popularity, lookups: float, points: int = 160) -> tuple[Floa
 
 def lfu_curve(keys: Popularity, lookups: float) -> tuple[FloatArray, FloatArray]:
     """Cache sizes and miss rates among unique keys when the cache holds the most popular keys."""
-    touched = keys.keys * _touched(keys, lookups)
+    touched = keys.keys * keys.touched(lookups)
     held = np.concatenate([[0.0], np.cumsum(keys.keys)])
     return held, np.clip(1 - np.concatenate([[0.0], np.cumsum(touched)]) / touched.sum(), 0.0, 1.0)
 
@@ -275,6 +280,7 @@ def shared_cache(tables: Sequence[StepKeys], rows: Sequence[int], slots: FloatAr
 
 _AGES = 400
 _LEAST_LOOKUPS = 1e-9
+_HEAD, _DRAWS = 512, 16
 _BLOCK = 1 << 20
 
 
@@ -290,7 +296,7 @@ def step_keys(access: Access, rows: int, lookups: float, eviction: Eviction) -> 
         return StepKeys(lookups, unique, sizes, np.minimum.accumulate(rates))
     keys = popularity(access, rows)
     held, missed = (che_curve if eviction is Eviction.LRU else lfu_curve)(keys, lookups)
-    return StepKeys(lookups, unique_keys(keys, lookups), held, missed)
+    return StepKeys(lookups, keys.unique(lookups), held, missed)
 
 
 @lru_cache(maxsize=8192)
@@ -303,7 +309,7 @@ def different_share(access: Access, rows: int, lookups: float, among: float) -> 
     among = min(among, lookups)
     if among <= 1:
         return 1.0
-    return unique_keys(popularity(access, rows, lookups), among) / among
+    return popularity(access, rows, lookups).unique(among) / among
 
 
 @lru_cache(maxsize=8192)
@@ -350,19 +356,3 @@ def _fmix64(key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     for factor in (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)):
         key = (key ^ (key >> np.uint64(33))) * factor
     return key ^ (key >> np.uint64(33))
-
-
-def wanted_keys(access: Access, rows: int, lookups: float, own: float) -> tuple[FloatArray, FloatArray]:
-    """Keys in bins, most popular first, and the chance that one of a rank's `own` lookups is for one of a bin."""
-    keys = popularity(access, rows, lookups)
-    return keys.keys, _touched(keys, own)
-
-
-_HEAD, _DRAWS = 512, 16
-
-
-def _touched(keys: Popularity, lookups: float) -> FloatArray:
-    """The chance `q_i` that a step touches one key of each bin."""
-    with np.errstate(divide="ignore"):
-        chance: FloatArray = -np.expm1(lookups * np.log1p(-np.minimum(keys.probability, 1 - 1e-16)))
-    return chance

@@ -15,11 +15,7 @@ from evenkeel.placement.plan import Placement, Plan, Status
 from evenkeel.placement.request import Mode, Optimizer, PlanRequest, Sharding, Table
 from evenkeel.placement.storage import BUCKET_ROWS, bucket_rows
 
-TORCHREC_KERNELS = {
-    Mode.HBM_ONLY: "fused",
-    Mode.CACHING: "fused_uvm_caching",
-    Mode.HOST_ONLY: "fused_uvm",
-}
+TORCHREC_KERNELS = {Mode.HBM_ONLY: "fused", Mode.CACHING: "fused_uvm_caching", Mode.HOST_ONLY: "fused_uvm"}
 FBGEMM_OPTIMIZERS = {
     Optimizer.SGD: "EXACT_SGD",
     Optimizer.ADAM: "ADAM",

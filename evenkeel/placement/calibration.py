@@ -1,4 +1,4 @@
-"""From raw measurements of a machine to its hardware profile: constants of runtimes fitted to measured steps."""
+"""What was measured on a machine, and its hardware profile: fitted to steps, or corrected by plans that were run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from evenkeel.placement.access import Access, FloatArray, power_law
 from evenkeel.placement.fields import Checked, Length, Range, Share, decode, require
 from evenkeel.placement.hardware import HardwareProfile, Runtime, RuntimeCosts, StepCosts, profile_of
 from evenkeel.placement.options import RankLoad, fixed_seconds, mode_seconds
+from evenkeel.placement.plan_file import MOST_MEASURED, MeasuredPlan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import (
     MAX_DIM,
@@ -28,10 +29,9 @@ from evenkeel.placement.request import (
     Topology,
 )
 from evenkeel.placement.whole_step import (
-    MEASURED,
-    MEASURED_ONE_RANK,
     StepWork,
     exchange_kernel_seconds,
+    measured_costs,
     seconds_of,
     step_work,
 )
@@ -44,6 +44,10 @@ _PRIOR_WEIGHT = 0.03
 _OF_ANOTHER_GPU, _OF_THIS_GPU = 0.15, 2.0
 """What it costs a fit to leave a prior of round figures or of another GPU, and that of the same kind of GPU. The latter
 was fitted to more shapes than `evenkeel calibrate` measures, each of which is off by as much as machines differ."""
+_CORRECTION_WEIGHT = 0.3
+"""Of the expectation that the profile is right, beside a plan that was run."""
+_FARTHEST = 10.0
+"""A correction is at most this factor either way: a figure that is further off was taken of something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +176,7 @@ def _read(kind: type[T], records: Sequence[Any], where: str) -> tuple[T, ...]:
     return tuple(found)
 
 
-def fit_step_costs(samples: Sequence[tuple[StepWork, float, float]], prior: StepCosts = MEASURED) -> StepCosts:
+def fit_step_costs(samples: Sequence[tuple[StepWork, float, float]], prior: StepCosts) -> StepCosts:
     """The costs that predict measured steps best, by relative error; what they do not tell stays near `prior`.
 
     Args:
@@ -211,7 +215,7 @@ def with_whole_steps(
     alone = samples[0].ranks == 1  # elsewhere the tables' time has exchanges in it
     kernels = [(sample.kernels_s or 0.0) if alone else 0.0 for sample in samples]
     measured = list(zip(works, [sample.seconds for sample in samples], kernels, strict=True))
-    costs = fit_step_costs(measured, MEASURED_ONE_RANK if alone else MEASURED)
+    costs = fit_step_costs(measured, measured_costs(one_rank=alone))
     known = profile.costs(Runtime.TORCHREC)
     torchrec = replace(known, step_one_rank=costs) if alone else replace(known, step=costs)
     fitted = replace(profile, runtimes={**profile.runtimes, Runtime.TORCHREC.value: torchrec})
@@ -351,3 +355,41 @@ def fit_runtime(
         host = {name: getattr(known, name) for name in ("hbm_fixed_s", "caching_fixed_s", "host_fixed_s")}
         fitted = replace(fitted, cache_lookup_s=known.cache_lookup_s + more, **host)
     return fitted, predicted
+
+
+def correction_factors(measured: Sequence[MeasuredPlan]) -> dict[str, float]:
+    """By mode, what the profile's seconds are to be multiplied by.
+
+    Least squares over the logarithms of the factors: each measured plan should take what it took, and each factor
+    should be one. Plans without kernels' time count by their whole step only where nothing else was measured.
+    """
+    timed = [(m, m.kernels_s) for m in measured if m.kernels_s] or [(m, m.step_s) for m in measured if m.step_s]
+    modes = sorted({mode for m, _ in timed for mode, seconds in m.predicted.items() if seconds > 0})
+    if not modes:
+        return {}
+    parts = np.array([[m.predicted.get(mode, 0.0) for mode in modes] for m, _ in timed])
+    kept = parts.sum(axis=1) > 0
+    parts, times = parts[kept], np.array([seconds for _, seconds in timed])[kept]
+    farthest = np.log(_FARTHEST)
+
+    def residuals(logs: FloatArray) -> FloatArray:
+        return np.concatenate([np.log(parts @ np.exp(logs) / times), _CORRECTION_WEIGHT * logs])
+
+    logs = least_squares(residuals, np.zeros(len(modes)), bounds=(-farthest, farthest)).x
+    return dict(zip(modes, np.exp(logs).tolist(), strict=True))
+
+
+def corrected_profile(profile: HardwareProfile, runtime: Runtime, measured: Sequence[MeasuredPlan]) -> HardwareProfile:
+    """The profile with the constants of a runtime corrected by plans that it predicted and its machine has run."""
+    factors = correction_factors(measured[:MOST_MEASURED])
+    if not factors:
+        return profile
+    costs = profile.costs(runtime)
+    hbm, host, cached = (factors.get(mode.value, 1.0) for mode in (Mode.HBM_ONLY, Mode.HOST_ONLY, Mode.CACHING))
+    costs = replace(
+        costs,
+        hbm_gather=tuple((width, rate / hbm) for width, rate in costs.hbm_gather or profile.hbm_gather),
+        host_factor=costs.host_factor * host,
+        miss_factor=costs.miss_factor * cached,
+    )
+    return replace(profile, runtimes={**profile.runtimes, runtime.value: costs})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.access import wanted_keys
+from evenkeel.placement.access import popularity
 from evenkeel.placement.fields import require
 from evenkeel.placement.hardware import Runtime
 from evenkeel.placement.request import PlanRequest, Sharding
@@ -56,7 +56,8 @@ def with_hot_rows(request: PlanRequest, hbm_bytes: int) -> tuple[PlanRequest, tu
         if Sharding.ROW_WISE not in table.shardings:
             continue
         own, width = table.ids_per_sample * step.samples_per_rank, 2 * table.dim * table.value_bytes
-        count, chance = wanted_keys(table.access, table.rows, own * ranks, own)
+        keys = popularity(table.access, table.rows, own * ranks)
+        count, chance = keys.keys, keys.touched(own)
         # Chance from which on a row pays: as a hot one it goes around all links, else from its owner's link.
         pays = width * (ranks - 1) / ranks / ((width + _KEY) * (ranks - by_link) * by_link / ranks)
         order = np.cumsum(count)

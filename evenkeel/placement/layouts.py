@@ -45,10 +45,9 @@ class Layout:
 
     def parts(self, topology: Topology) -> int:
         """Shards that the keys of a table are spread over."""
-        parts = {Sharding.ROW_WISE: topology.ranks, Sharding.DATA_PARALLEL: 1}.get(self.sharding)
-        if parts is None:
-            parts = topology.local_ranks if self.scope is Scope.HOST else 1
-        return parts
+        if self.sharding is Sharding.ROW_WISE:
+            return topology.ranks
+        return topology.local_ranks if self.scope is Scope.HOST else 1
 
     def places(self, topology: Topology) -> int:
         """Ranks or hosts that a piece could be put on; 1 where it is everywhere."""
@@ -58,6 +57,16 @@ class Layout:
     def mean(self, topology: Topology) -> float:
         """Shards of the table on the average rank."""
         return self.pieces / self.places(topology)
+
+    def shard(self, topology: Topology) -> tuple[float, float, float]:
+        """What the time, HBM and memory of the average rank and host are multiplied by to be those of one shard.
+
+        Time and HBM are those of the rank, or of each rank of the host, that the shard is on; memory is its host's.
+        """
+        if self.scope is Scope.EVERYWHERE:
+            return 1.0, 1.0, 1.0
+        places, hosts = self.places(topology), topology.ranks // topology.local_ranks
+        return places / self.pieces, places / self.pieces, hosts / self.pieces
 
 
 ROW_WISE = Layout(Sharding.ROW_WISE)

@@ -55,6 +55,9 @@ class RankLoad:
         sent: Output rows that one rank receives for its own samples.
         fetched: Share of the rows to be read that are read where they are in host memory: one that is looked up
             again while it is under way is not.
+        embedding_bytes: Bytes of an embedding in the shard.
+        output_bytes: Bytes of an output row of the shard, or of its gradient: float32, whatever the type of the table.
+        key_bytes: Bytes that travel of one lookup: its key, and its weight if it has one.
         row_bytes: Bytes of a row with its optimizer state.
         uncached_state_bytes: Bytes of optimizer state of a row that no cache holds.
         training: Whether there is a backward pass.
@@ -71,6 +74,8 @@ class RankLoad:
         replicated = layout.sharding is Sharding.DATA_PARALLEL
         self.keys = keys = step_keys(table.access, table.rows, own if replicated else own * ranks, table.eviction)
         self.unique = keys.unique / self.parts
+        self.embedding_bytes, self.output_bytes = self.dim * table.value_bytes, self.dim * 4
+        self.key_bytes = 12 if table.weighted else 8
         self.row_bytes, routing = self.embedding_bytes, "continuous"
         self.uncached_state_bytes, _ = state_bytes(table, self.dim, training=training)
         if request.runtime is Runtime.DYNAMICEMB:
@@ -90,21 +95,6 @@ class RankLoad:
         for name, value in changes.items():
             setattr(other, name, value)
         return other
-
-    @property
-    def embedding_bytes(self) -> int:
-        """Bytes of an embedding in the shard."""
-        return self.dim * self.table.value_bytes
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of an output row of the shard, or of its gradient: float32, whatever the type of the table."""
-        return self.dim * 4
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes that travel of one lookup: its key, and its weight if it has one."""
-        return 12 if self.table.weighted else 8
 
     @property
     def backward_rows(self) -> float:
@@ -339,17 +329,19 @@ def table_options(
     spills = request.runtime is Runtime.TORCHREC and request.step.prefetch_depth == 1
     found: list[Options] = []
     for mode in allowed_modes(request, table, layout):
-        ratios = held = _ratios_of(mode, table, grid)
+        ratio = {Mode.HBM_ONLY: 1.0, Mode.HOST_ONLY: 0.0}.get(mode, table.ratio)
+        ratios = held = grid if ratio is None else np.array([ratio])
         if shared is not None and mode is Mode.CACHING:
             held = np.interp(ratios, grid, shared)
         if request.runtime is Runtime.TORCHREC:
-            footprint = torchrec_footprint(table, mode, held, -(-table.rows // load.parts), dim, training=load.training)
+            most = -(-table.rows // load.parts)
+            values, in_host, cached = torchrec_footprint(table, mode, held, most, dim, training=load.training)
         else:
-            footprint = dynamicemb_footprint(table, mode, held, topology.ranks, training=load.training)
-        rows = footprint.cache_rows.astype(np.float64)
+            values, in_host, cached = dynamicemb_footprint(table, mode, held, topology.ranks, training=load.training)
+        rows = cached.astype(np.float64)
         seconds = (mode_seconds(load, mode, ratios, rows) + exchanged) * mean
         buffers = round_up(int(buffer_bytes(load, mode)) + gradients, PAGE)
-        hbm, host = (footprint.hbm + buffers).astype(np.float64), footprint.host.astype(np.float64)
+        hbm, host = (values + buffers).astype(np.float64), in_host.astype(np.float64)
         if topology.hbm_bytes == 0:
             hbm, host = hbm * 0, host + hbm
         slots = rows * table.value_bytes if mode is Mode.CACHING else np.zeros(len(rows))
@@ -358,8 +350,3 @@ def table_options(
         if (able := rows >= needs).any():
             found.append(Options(layout, mode, dim, *(column[able] for column in columns)))
     return found
-
-
-def _ratios_of(mode: Mode, table: Table, grid: FloatArray) -> FloatArray:
-    ratio = {Mode.HBM_ONLY: 1.0, Mode.HOST_ONLY: 0.0}.get(mode, table.ratio)
-    return grid if ratio is None else np.array([ratio])

@@ -1,28 +1,18 @@
-"""Plan files: a request, its plan and what plans took when they were run; and what that says of a machine's profile."""
+"""Plan files: a request, its plan and what plans took when they were run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
-import numpy as np
-from scipy.optimize import least_squares
-
-from evenkeel.placement.access import FloatArray
 from evenkeel.placement.fields import Checked, InvalidInputError, Length, Range, decode, encode, require
-from evenkeel.placement.hardware import HardwareProfile, Runtime
 from evenkeel.placement.plan import Plan
-from evenkeel.placement.request import Mode, PlanRequest
+from evenkeel.placement.request import PlanRequest
 
 FORMAT = "evenkeel-plan"
 VERSION = 1
 MOST_MEASURED = 64
-_PRIOR = 0.3
-"""Weight, beside a measured plan, of the expectation that the profile is right."""
-_FARTHEST = 10.0
-"""A correction is at most this factor either way: a figure that is further off was taken of something else."""
 
 Time = Annotated[float, Range(0, 3600)]
 
@@ -61,44 +51,6 @@ def measured_line(measured: MeasuredPlan) -> str:
     kernels = "" if measured.kernels_s is None else f", kernels {measured.kernels_s * 1e3:.3f}"
     mark = "*" if measured.chosen else " "
     return f"{mark} {measured.name:22} {measured.step_s * 1e3:8.3f} ms a step{kernels}"
-
-
-def correction_factors(measured: Sequence[MeasuredPlan]) -> dict[str, float]:
-    """By mode, what the profile's seconds are to be multiplied by.
-
-    Least squares over the logarithms of the factors: each measured plan should take what it took, and each factor
-    should be one. Plans without kernels' time count by their whole step only where nothing else was measured.
-    """
-    timed = [(m, m.kernels_s) for m in measured if m.kernels_s] or [(m, m.step_s) for m in measured if m.step_s]
-    modes = sorted({mode for m, _ in timed for mode, seconds in m.predicted.items() if seconds > 0})
-    if not modes:
-        return {}
-    parts = np.array([[m.predicted.get(mode, 0.0) for mode in modes] for m, _ in timed])
-    kept = parts.sum(axis=1) > 0
-    parts, times = parts[kept], np.array([seconds for _, seconds in timed])[kept]
-    farthest = np.log(_FARTHEST)
-
-    def residuals(logs: FloatArray) -> FloatArray:
-        return np.concatenate([np.log(parts @ np.exp(logs) / times), _PRIOR * logs])
-
-    logs = least_squares(residuals, np.zeros(len(modes)), bounds=(-farthest, farthest)).x
-    return dict(zip(modes, np.exp(logs).tolist(), strict=True))
-
-
-def corrected_profile(profile: HardwareProfile, runtime: Runtime, measured: Sequence[MeasuredPlan]) -> HardwareProfile:
-    """The profile with the constants of a runtime corrected by plans that it predicted and its machine has run."""
-    factors = correction_factors(measured[:MOST_MEASURED])
-    if not factors:
-        return profile
-    costs = profile.costs(runtime)
-    hbm, host, cached = (factors.get(mode.value, 1.0) for mode in (Mode.HBM_ONLY, Mode.HOST_ONLY, Mode.CACHING))
-    costs = replace(
-        costs,
-        hbm_gather=tuple((width, rate / hbm) for width, rate in costs.hbm_gather or profile.hbm_gather),
-        host_factor=costs.host_factor * host,
-        miss_factor=costs.miss_factor * cached,
-    )
-    return replace(profile, runtimes={**profile.runtimes, runtime.value: costs})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,11 +33,7 @@ _NO_GAP = 1e-8
 """What HiGHS proves is as near as that."""
 
 
-def plan(
-    request: PlanRequest,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> Plan:
+def plan(request: PlanRequest, *, clock: Callable[[], float] = time.monotonic) -> Plan:
     """The fastest placement of all tables that keeps both budgets, or why there is none.
 
     Args:
@@ -151,7 +147,7 @@ def _shortest_step(
     kinds = sorted({mode for _, own in able for mode in own})
 
     def seconds(candidate: Placed) -> tuple[float, float]:
-        host = _host_seconds(_modules(request, problem, candidate))
+        host = sum(module.fixed_seconds for module in _modules(request, problem, candidate))
         return max(host, dense + candidate.seconds), candidate.seconds
 
     def launches(modes: tuple[Mode, ...]) -> float:
@@ -183,7 +179,7 @@ def _plan_of(request: PlanRequest, problem: Problem, placed: Placed | None) -> P
         for limit, units in zip(limits, (0.0, 0.0) if placed is None else placed.use.tolist(), strict=True)
     )
     modules = () if placed is None else _modules(request, problem, placed)
-    host_seconds, dense_ms = _host_seconds(modules), request.step.dense_ms
+    host_seconds, dense_ms = sum(module.fixed_seconds for module in modules), request.step.dense_ms
     has_gpu = request.topology.hbm_bytes > 0
     return Plan(
         status=Status.UNKNOWN if placed is None else Status.FEASIBLE,
@@ -200,11 +196,6 @@ def _plan_of(request: PlanRequest, problem: Problem, placed: Placed | None) -> P
         host_seconds=None if placed is None else host_seconds,
         step_seconds=None if placed is None or dense_ms is None else max(host_seconds, dense_ms / 1e3 + placed.seconds),
     )
-
-
-def _host_seconds(modules: Iterable[FusedModule]) -> float:
-    """Launches and waiting of the host for all modules."""
-    return sum(module.fixed_seconds for module in modules)
 
 
 def _modules(request: PlanRequest, problem: Problem, placed: Placed) -> tuple[FusedModule, ...]:

@@ -31,7 +31,7 @@ from evenkeel.placement.options import (
     table_layouts,
     table_options,
 )
-from evenkeel.placement.request import Mode, PlanRequest, Sharding, Table, Topology, Watch
+from evenkeel.placement.request import Mode, PlanRequest, Sharding, Table, Watch
 
 Agreement = tuple[Hashable, float | FloatArray, float | FloatArray]
 """What is agreed on, and two numbers that say what it would be, for each of some options or for all of them."""
@@ -195,11 +195,8 @@ def budgets(request: PlanRequest) -> FloatArray:
 
 def budget_of(request: PlanRequest, resource: int) -> Callable[[int], float]:
     """The units that tables may use of so many bytes: HBM of a rank (0), or memory of a host (1)."""
-    machines, workspace = request.topology, 0
-    if resource == 0:
-        workspace = request.profile.costs(request.runtime).workspace_bytes
-    usable = machines.host_budget_of if resource else machines.hbm_budget_of
-    return lambda size: max(0, usable(size) - workspace) // PAGE * PAGE / UNIT
+    workspace = 0 if resource else request.profile.costs(request.runtime).workspace_bytes
+    return lambda size: max(0, request.topology.usable(resource, size) - workspace) // PAGE * PAGE / UNIT
 
 
 def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch: Watch | None = None) -> Problem:
@@ -238,7 +235,7 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
         pieces=np.repeat(np.array([layout.pieces for layout in layouts]), sizes),
         mode=np.repeat(np.array([each.options.mode for each in found], dtype=object), sizes),
         **columns,
-        scale=np.repeat([whole_shards(request.topology, layout) for layout in layouts], sizes, axis=0),
+        scale=np.repeat([layout.shard(request.topology) for layout in layouts], sizes, axis=0),
         terms=terms,
         subject=subject,
         group=group,
@@ -418,15 +415,3 @@ def _check_cuts(request: PlanRequest) -> None:
         remedy = "TorchRec exchanges sequences of one width: allow row_wise, or make their widths multiples of one"
         shardings = [sharding.value for sharding in table.shardings]
         require(bool(known & widths), f"tables[{index}].sharding", shardings, what, remedy)
-
-
-def whole_shards(topology: Topology, layout: Layout) -> FloatArray:
-    """(3,) what the time, HBM and memory of the average rank and host are multiplied by to be those of one shard.
-
-    Time and HBM are those of the rank, or of each rank of the host, that the shard is on; memory is that of its host.
-    """
-    if layout.scope is Scope.EVERYWHERE:
-        return np.ones(3)
-    places = layout.places(topology) / layout.pieces
-    hosts = topology.ranks // topology.local_ranks / layout.pieces
-    return np.array([places, places, hosts])

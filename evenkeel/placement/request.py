@@ -218,20 +218,19 @@ class Topology:
     @property
     def hbm_budget(self) -> int:
         """Bytes that tables may use on one rank."""
-        return self.hbm_budget_of(self.hbm_bytes)
+        return self.usable(0, self.hbm_bytes)
 
     @property
     def host_budget(self) -> int | None:
         """Bytes that tables may use on one host; `None` is unlimited."""
-        return None if self.host_bytes is None else self.host_budget_of(self.host_bytes)
+        return None if self.host_bytes is None else self.usable(1, self.host_bytes)
 
-    def hbm_budget_of(self, size: int) -> int:
-        """The same of a rank with so many bytes."""
-        return max(0, math.floor(size * (1 - self.hbm_reserved_fraction)) - self.hbm_reserved_bytes)
-
-    def host_budget_of(self, size: int) -> int:
-        """The same of a host with so many bytes."""
-        return max(0, math.floor(size * (1 - self.host_reserved_fraction)) - self.host_reserved_bytes)
+    def usable(self, resource: int, size: int) -> int:
+        """Bytes that tables may use of a rank's HBM (0), or of a host's memory (1), of so many bytes."""
+        fraction, reserved = self.hbm_reserved_fraction, self.hbm_reserved_bytes
+        if resource:
+            fraction, reserved = self.host_reserved_fraction, self.host_reserved_bytes
+        return max(0, math.floor(size * (1 - fraction)) - reserved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ workspace.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,20 +31,8 @@ CACHE_WAYS = 32
 _BESIDE = 16 << 10
 """Offsets, counters and padding of a table, at most."""
 
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Bytes of one table on the fullest rank, for each of a number of ratios.
-
-    Attributes:
-        hbm: Values and index in HBM.
-        host: Values in host memory.
-        cache_rows: Rows that HBM holds.
-    """
-
-    hbm: IntArray
-    host: IntArray
-    cache_rows: IntArray
+Footprint: TypeAlias = tuple[IntArray, IntArray, IntArray]
+"""Bytes in HBM, bytes in host memory, and rows that HBM holds, at each of some ratios."""
 
 
 def round_up(value: IntArray | int, step: int) -> IntArray:
@@ -77,7 +65,7 @@ def index_bytes(rows: IntArray | int, score_words: int) -> IntArray:
 
 
 def dynamicemb_footprint(table: Table, mode: Mode, ratios: FloatArray, ranks: int, *, training: bool) -> Footprint:
-    """Bytes of `table` on the fullest of `ranks` ranks in `mode` at each of `ratios`."""
+    """What `table` takes on the fullest of `ranks` ranks in `mode` at each of `ratios`."""
     row = row_bytes(table, training=training)
     capacity = bucket_rows(table.rows, ranks)
     zero = np.zeros(len(ratios), dtype=np.int64)
@@ -96,7 +84,7 @@ def dynamicemb_footprint(table: Table, mode: Mode, ratios: FloatArray, ranks: in
     hbm += sum(round_up(index_bytes(rows, table.score_words), HBM_GRANULE) for rows in indices)
     if table.admission_rows:
         hbm += round_up(index_bytes(bucket_rows(table.admission_rows, ranks), 1), HBM_GRANULE)
-    return Footprint(hbm, round_up(host_rows * row, HOST_GRANULE), held)
+    return hbm, round_up(host_rows * row, HOST_GRANULE), held
 
 
 def state_bytes(table: Table, dim: int, *, training: bool) -> tuple[int, int]:
@@ -109,15 +97,9 @@ def state_bytes(table: Table, dim: int, *, training: bool) -> tuple[int, int]:
 
 
 def torchrec_footprint(
-    table: Table,
-    mode: Mode,
-    ratios: FloatArray,
-    rows: int,
-    dim: int,
-    *,
-    training: bool,
+    table: Table, mode: Mode, ratios: FloatArray, rows: int, dim: int, *, training: bool
 ) -> Footprint:
-    """Bytes of a shard of `rows` by `dim` of `table` in `mode` at each of `ratios`.
+    """What a shard of `rows` by `dim` of `table` takes in `mode` at each of `ratios`.
 
     A cache is as wide as the shard: one that is shared with wider tables takes more.
     """
@@ -127,13 +109,13 @@ def torchrec_footprint(
     resident = rows * pinned + _BESIDE
     if mode is Mode.HBM_ONLY:
         hbm = weights + rows * follows + resident
-        return Footprint(zero + hbm, zero, zero + rows)
+        return zero + hbm, zero, zero + rows
     host = round_up(weights, HOST_GRANULE) + round_up(rows * follows, HOST_GRANULE)
     if mode is Mode.HOST_ONLY:
-        return Footprint(zero + resident, zero + host, zero)
+        return zero + resident, zero + host, zero
     assert mode is Mode.CACHING, f"TorchRec has no {mode}"
     sets = np.maximum(1, (np.floor(rows * ratios).astype(np.int64) + CACHE_WAYS - 1) // CACHE_WAYS)
     slots = sets * CACHE_WAYS
     scores = slots * 8 if table.eviction is Eviction.LRU else zero + (rows + 1) * 8
     hbm = slots * dim * table.value_bytes + slots * 8 + scores + rows * 4
-    return Footprint(hbm + resident, zero + host, slots)
+    return hbm + resident, zero + host, slots

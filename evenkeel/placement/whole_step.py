@@ -9,31 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenkeel.placement.hardware import StepCosts
+from evenkeel.placement.hardware import FALLBACK, Runtime, StepCosts, builtin_profile
 from evenkeel.placement.layouts import Layout
 from evenkeel.placement.options import RankLoad, mixing_seconds
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import Mode, PlanRequest, Sharding, Table
-
-MEASURED = StepCosts(
-    host_s=1.23e-3,
-    exchange_host_s=2.12e-3,
-    cache_host_s=0.28e-3,
-    rows_host_s=0.32e-3,
-    exchange_gpu_s=0.73e-3,
-    copies=2.6,
-)
-"""TorchRec 1.6 on two H200; for profiles without figures of their own."""
-MEASURED_ONE_RANK = StepCosts(
-    host_s=0.0,
-    exchange_host_s=1.96e-3,
-    table_host_s=3.8e-6,
-    cache_host_s=0.19e-3,
-    rows_host_s=0.35e-3,
-    exchange_gpu_s=0.18e-3,
-    copies=1.9,
-)
-"""TorchRec 1.6 on one H200."""
 
 _SHARPNESS = 6
 
@@ -119,10 +99,17 @@ def whole_step_seconds(request: PlanRequest, plan: Plan) -> float | None:
 
 def step_costs(request: PlanRequest) -> StepCosts:
     """What the request's profile says of steps on so many ranks."""
-    known = request.profile.costs(request.runtime)
-    if request.topology.ranks == 1:  # TorchRec sends keys and rows through its exchanges there, too
-        return known.step_one_rank or MEASURED_ONE_RANK
-    return known.step or MEASURED
+    known, one_rank = request.profile.costs(request.runtime), request.topology.ranks == 1
+    own = known.step_one_rank if one_rank else known.step  # TorchRec exchanges keys and rows on one rank, too
+    return own or measured_costs(one_rank=one_rank)
+
+
+def measured_costs(*, one_rank: bool) -> StepCosts:
+    """What steps took with TorchRec 1.6 on one H200, or on two: for profiles without figures of their own."""
+    known = builtin_profile(FALLBACK).costs(Runtime.TORCHREC)
+    costs = known.step_one_rank if one_rank else known.step
+    assert costs is not None
+    return costs
 
 
 def seconds_of(work: StepWork, costs: StepCosts) -> float:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf, builtin_profile
 from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
 from evenkeel.placement.options import mixing_seconds, ratio_grid, table_layouts, table_options
-from evenkeel.placement.problem import SLACK, UNIT, budgets, shared_caches, whole_shards
+from evenkeel.placement.problem import SLACK, UNIT, budgets, shared_caches
 
 
 class Option(NamedTuple):
@@ -113,7 +113,7 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
         for table, option in zip(request.tables, choice, strict=True):
             width = widths.get((table.fuse_key, option.layout.sharding), option.dim)  # slots are those of caches
             hbm = (option.hbm + (width - option.dim) * option.slot_bytes) / UNIT
-            shard = np.array([option.seconds, hbm, option.host / UNIT]) * whole_shards(request.topology, option.layout)
+            shard = np.array([option.seconds, hbm, option.host / UNIT]) * option.layout.shard(request.topology)
             load = _ways(request, option.layout.scope, option.layout.pieces, shard)
             total = (total[:, None] + load[None]).reshape(-1, 3, request.topology.ranks)
         hosts = total[:, 2].reshape(len(total), -1, request.topology.local_ranks).sum(axis=2)

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.references.key_traces import simulated
 from evenkeel.placement import Eviction, Histogram, MissCurve, Zipf
-from evenkeel.placement.access import different_share, fullest_rank, popularity, step_keys, unique_keys
+from evenkeel.placement.access import different_share, fullest_rank, popularity, step_keys
 
 ROWS, LOOKUPS = 20_000, 1_024
 
@@ -41,7 +41,7 @@ def test_a_histogram_of_a_zipf_law_says_what_the_law_says() -> None:
     weight = np.arange(1, ROWS + 1) ** -1.1
     histogram = Histogram(keys=tuple([1.0] * ROWS), lookups=tuple((1e6 * weight / weight.sum()).tolist()))
     exact, binned = popularity(histogram, ROWS), popularity(Zipf(exponent=1.1), ROWS)
-    assert unique_keys(binned, LOOKUPS) == pytest.approx(unique_keys(exact, LOOKUPS), rel=2e-3)
+    assert binned.unique(LOOKUPS) == pytest.approx(exact.unique(LOOKUPS), rel=2e-3)
 
 
 def test_a_measured_curve_is_taken_as_it_is() -> None:
@@ -59,7 +59,7 @@ def test_of_lookups_that_follow_each_other_as_many_differ_as_are_drawn(exponent:
     expected = np.mean([len(np.unique(row)) for row in drawn]) / among
     share = different_share(Zipf(exponent=exponent), ROWS, float(LOOKUPS), among)
     assert share == pytest.approx(expected, rel=0.02)
-    differ = unique_keys(popularity(Zipf(exponent=exponent), ROWS), LOOKUPS) / LOOKUPS
+    differ = popularity(Zipf(exponent=exponent), ROWS).unique(LOOKUPS) / LOOKUPS
     curve = MissCurve(cache_fractions=(1.0,), miss_rates=(0.0,), unique_fraction=differ)
     assert different_share(curve, ROWS, float(LOOKUPS), among) == pytest.approx(share, rel=0.05)
 

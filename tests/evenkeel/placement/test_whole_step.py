@@ -21,15 +21,15 @@ from evenkeel.placement.calibration import fit_step_costs, measured_samples, req
 from evenkeel.placement.fields import encode
 from evenkeel.placement.hardware import StepCosts, parse_profile
 from evenkeel.placement.whole_step import (
-    MEASURED,
-    MEASURED_ONE_RANK,
     StepWork,
     exchange_kernel_seconds,
     host_seconds,
+    measured_costs,
     seconds_of,
     step_work,
 )
 
+MEASURED, MEASURED_ONE_RANK = (measured_costs(one_rank=each) for each in (False, True))
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 COSTS = StepCosts(
     host_s=1e-3,
@@ -116,11 +116,11 @@ def test_costs_that_made_steps_are_found_from_them() -> None:
     timed = [replace(work, kernels=work.tables) for work in works]
     slow = replace(COSTS, host_s=0.02)  # steps that all wait for the host
     alone = [(work, seconds_of(work, slow), work.kernels + exchange_kernel_seconds(work, slow)) for work in timed]
-    fitted = fit_step_costs(alone)
+    fitted = fit_step_costs(alone, MEASURED)
     for work in timed:
         assert exchange_kernel_seconds(work, fitted) == pytest.approx(exchange_kernel_seconds(work, slow), rel=0.05)
     unseen = [StepWork(2e-4, 2, 150, 1, 1, 0.0), StepWork(1e-3, 1, 30, 0, 0, 2e-3), StepWork(7e-3, 2, 8, 0, 1, 1e-3)]
-    fitted = fit_step_costs([(work, seconds_of(work, COSTS), 0.0) for work in works])
+    fitted = fit_step_costs([(work, seconds_of(work, COSTS), 0.0) for work in works], MEASURED)
     for work in unseen:
         assert seconds_of(work, fitted) == pytest.approx(seconds_of(work, COSTS), rel=0.05)
     work = step_work(request, found)

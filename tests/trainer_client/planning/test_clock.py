@@ -27,8 +27,8 @@ from evenkeel.placement import (
     Topology,
     plan,
 )
-from evenkeel.placement.calibration import StepSample, TablePart, measured_samples
-from evenkeel.placement.plan_file import MeasuredPlan, correction_factors, loads
+from evenkeel.placement.calibration import StepSample, TablePart, correction_factors, measured_samples
+from evenkeel.placement.plan_file import MeasuredPlan, loads
 from evenkeel.placement.request import with_time
 from evenkeel.plan_requests import unpacked, with_measured
 from tests.trainer_client.planning.test_model import Model, batches, keys_of
