@@ -110,9 +110,7 @@ def read_request(kind: type[R], body: bytes, settings: Settings) -> R:
         what, remedy = "is too many tables for this service", f"send at most {settings.max_tables}"
         raise InvalidInputError("tables", len(tables), what, remedy)
     request = with_measured(decode(kind, value), measured)
-    limit = min(request.solver.time_limit_s, settings.max_time_limit_seconds)
-    request = replace(request, solver=replace(request.solver, time_limit_s=limit))
-    return cast(R, request)
+    return cast(R, with_time(request, min(request.solver.time_limit_s, settings.max_time_limit_seconds)))
 
 
 def _json(body: bytes) -> Any:

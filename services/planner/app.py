@@ -16,9 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-from evenkeel.placement import InvalidInputError, PlanRequest, builtin_profiles
+from evenkeel.placement import InvalidInputError, PlanRequest, builtin_profile, builtin_profiles
 from evenkeel.placement.fields import encode
-from evenkeel.placement.hardware import builtin_profile
 from services.planner.answers import HitRatesRequest, R, WhatIfRequest, read_request
 from services.planner.edge import Edge
 from services.planner.metrics import Metrics
