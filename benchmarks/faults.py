@@ -41,6 +41,7 @@ class Tally:
     back_steps: list[int] = field(default_factory=list)
     back_seconds: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)  # of each step of which no rank's data was slow
+    openings: list[float] = field(default_factory=list)  # until each job's first batch
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # of the job's faults, `time.monotonic`
     longest: dict[str, list[float]] = field(default_factory=dict)  # by kind, what the longest step of each was blocked
     samples: int = 0
@@ -77,10 +78,14 @@ class Tally:
             self.lost += (loaded - trained).total()
             self.doubled += (trained - loaded).total()
             self.differing += len({(record["mode"], record["reason"], record["round"]) for record in step}) != 1
-            if not (slow := run.steps.slowness(number)):
+            if number == 0:  # ranks make their connections
+                self.openings.append(blocked)
+            elif not (slow := run.steps.slowness(number)):
                 self.blocked.append(blocked)
                 quiet.append((step[0]["at"], blocked))
-            self.late += blocked > SLACK + slow
+                self.late += blocked > SLACK
+            else:
+                self.late += blocked > SLACK + slow
             self.outcomes[f"{step[0]['mode']} ({step[0]['reason']})"] += 1
             for name, where in zip(RANK_FAULTS, (run.steps.slow, run.steps.bad_costs, run.steps.big), strict=True):
                 self.faults[name] += sum((rank, number) in where for rank in range(world_size))
@@ -180,7 +185,11 @@ def report(tally: Tally, options: argparse.Namespace, seconds: float) -> dict[st
         "steps_until_balance_returned": spread(tally.back_steps),
         "seconds_until_balance_returned": spread(tally.back_seconds),
         "seconds_that_a_step_stood_still": spread(tally.blocked),
-        "longest_by_kind": {kind: spread(values) for kind, values in sorted(tally.longest.items())},
+        "seconds_until_the_first_batch": spread(tally.openings),
+        "longest_by_kind": {
+            kind: {"cases": len(values), "median": statistics.median(values), "max": max(values)}
+            for kind, values in sorted(tally.longest.items())
+        },
     }  # fmt: skip
 
 

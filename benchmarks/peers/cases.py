@@ -14,7 +14,7 @@ SETTINGS = (
 CASES = ("equal", "lognormal", "zipf")
 SHUFFLE_FLAGS = (
     "recsys_examples", "settings", "cases", "steps", "batch_size", "max_length", "mean", "layers", "width", "heads",
-    "head_dim", "items", "kernel", "no_compile", "device", "seed", "window", "warm_up", "blocks", "equal",
+    "head_dim", "items", "kernel", "no_compile", "device", "seed", "window", "warm_up", "blocks",
 )  # fmt: skip
 
 
@@ -24,5 +24,4 @@ def add_shuffle_flags(parser: argparse.ArgumentParser) -> None:
     add_blocks(parser)
     parser.set_defaults(warm_up=8, mean=1000.0)
     parser.add_argument("--recsys-examples", type=Path, required=True, help="checkout of NVIDIA recsys-examples")
-    parser.add_argument("--cases", nargs="+", choices=("equal", *DISTRIBUTIONS), default=list(CASES), help="lengths")
-    parser.add_argument("--equal", type=int, default=1000, help="length of the sequences in the case `equal`")
+    parser.add_argument("--cases", nargs="+", choices=DISTRIBUTIONS, default=list(CASES), help="lengths")

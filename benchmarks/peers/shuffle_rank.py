@@ -23,7 +23,7 @@ from benchmarks.peers.cases import SETTINGS, add_shuffle_flags
 from benchmarks.peers.checkouts import RecsysExamples, load_recsys_examples
 from benchmarks.peers.loops import Ours, Shuffled, Timed, their_shuffler
 from benchmarks.peers.on_cpu import stand_ins
-from examples.datasets import Keys, SyntheticSequences, UniformLengths, lengths_named
+from examples.datasets import Keys, SyntheticSequences, lengths_named
 from examples.hstu.model import loss_of
 from examples.hstu.training import Trainer
 from trainer_client.balancing import BalanceOptions, Balancer
@@ -132,10 +132,7 @@ def make_batches(
     options: argparse.Namespace, case: str, kind: type[Any], trainer: Trainer, device: torch.device
 ) -> list[Any]:
     """This rank's batches."""
-    if case == "equal":
-        lengths: Any = UniformLengths(minimum=options.equal, maximum=options.equal)
-    else:
-        lengths = lengths_named(case, maximum=options.max_length, mean=options.mean)
+    lengths = lengths_named(case, maximum=options.max_length, mean=options.mean)
     data = SyntheticSequences(
         num_batches=options.steps, batch_size=options.batch_size, lengths=lengths, seed=options.seed,
         rank=dist.get_rank(), items=Keys(count=options.items, exponent=1.05),

@@ -96,7 +96,7 @@ class LogNormalLengths:
         return _clip(rng.lognormal(location, self.sigma, count), self.minimum, self.maximum)
 
 
-DISTRIBUTIONS = ("uniform", "normal", "zipf", "lognormal")
+DISTRIBUTIONS = ("equal", "uniform", "normal", "zipf", "lognormal")
 
 
 def lengths_named(
@@ -105,9 +105,10 @@ def lengths_named(
     """A distribution by the name that a flag gives it.
 
     Args:
-        name: `uniform`, `normal`, `zipf` or `lognormal`, in any case.
+        name: `equal`, `uniform`, `normal`, `zipf` or `lognormal`, in any case.
         maximum: Longest sequence, in tokens.
-        mean: Mean of `normal` (default maximum / 2, deviation a quarter of it) and `lognormal` (default 600).
+        mean: All lengths of `equal`; mean of `normal` (default maximum / 2, deviation a quarter of it) and `lognormal`;
+            600 by default but for `normal`.
         exponent: Of `zipf`.
         sigma: Of `lognormal`.
 
@@ -115,6 +116,9 @@ def lengths_named(
         ValueError: If there is none of that name, or a parameter is out of range.
     """
     match name.lower():
+        case "equal":
+            length = round(mean) if mean is not None else 600
+            return UniformLengths(minimum=length, maximum=length)
         case "uniform":
             return UniformLengths(maximum=maximum)
         case "normal":
