@@ -55,7 +55,8 @@ def check_divides(cost: Cost, flat: FlatBatch) -> None:
             "BatchSpec(sequence=…), or leave split out"
         )
     if flat.num_samples:
-        check_alike(flat.structure, flat.lengths)
+        structure = flat.structure
+        check_alike(flat.lengths, structure.columns, structure.roles, structure.leaves)
 
 
 def divisible_in_round(

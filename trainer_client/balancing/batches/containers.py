@@ -50,6 +50,11 @@ class Tree(NamedTuple):
         return container.unflatten(self.kind, self.context, values, num_samples, device)
 
 
+def join(path: str, part: str) -> str:
+    """The path of a part of what is at `path`."""
+    return f"{path}.{part}" if path else part
+
+
 def container_of(value: Any) -> Container | None:
     """How a value is taken apart; None if it is no container."""
     kind: Any = type(value)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.kinds import PICKLES, Shared
+from trainer_client.balancing.batches.fields import OBJECTS
 from trainer_client.balancing.batches.schema import Schema, SharedValues, bytes_of, describe
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
 from trainer_client.balancing.batches.structure import Structure, as_range
@@ -61,7 +61,7 @@ class FlatBatch:
         self._lengths, self._lengths_tensor = lengths, lengths_tensor
         self._lengths_coming: torch.Tensor | None = None  # see `read_back`
         self._watched: tuple[list[int], dict[int, bytes]] | None = None
-        self._offsets: dict[str, torch.Tensor] = {}
+        self._offsets: dict[int, torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"FlatBatch({self.num_samples} samples on {self.device}: {'; '.join(self.schema.lines)})"
@@ -154,7 +154,7 @@ class FlatBatch:
         """
         pairs = zip(self.structure.leaves, self.tensors, strict=True)
         leaf, tensor = next((pair for pair in pairs if pair[0].path == path), (None, None))
-        if leaf is not None and leaf.label == PICKLES:
+        if leaf is not None and leaf.declared_in == OBJECTS:
             raise BatchError(f"{path!r} is a list of Python objects; make it an int32 or int64 tensor (n,)")
         if path in self.structure.order:
             return self.lengths[:, self.structure.order[path]]
@@ -169,36 +169,26 @@ class FlatBatch:
 
     def describe_shared(self) -> SharedValues:
         """What the shared values are, by path, for other ranks to compare."""
-        fields = (one for one in self.structure.fields if isinstance(one, Shared) and one.number >= 0)
-        return describe((one.path, self.shared[one.number]) for one in fields)
+        return describe(zip(self.structure.shared, self.shared, strict=True))
 
     # ------------------------------------------------------------------------- what fields are built from
 
-    def lengths_at(self, paths: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+    def lengths_at(self, columns: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """(columns × n,) lengths of some jagged columns on the batch's device, one column after the other."""
-        table = self.lengths_tensor
-        columns = as_range([self.structure.order[path] for path in paths])
-        if isinstance(columns, range):
-            return table[columns.start : columns.stop].reshape(-1).to(dtype)
+        table, following = self.lengths_tensor, as_range(columns)
+        if isinstance(following, range):
+            return table[following.start : following.stop].reshape(-1).to(dtype)
         # an index list would travel to the device and make the host wait for it
         return torch.cat([table[column] for column in columns]).to(dtype)
 
-    def host_lengths_at(self, path: str) -> NDArray[np.int64]:
-        """(n,) lengths of one column."""
-        return self.lengths[:, self.structure.order[path]]
-
-    def total_at(self, path: str) -> int:
-        """Values of one column over all samples."""
-        return int(self.totals[self.structure.order[path]])
-
-    def offsets_at(self, path: str, alike: str | None) -> torch.Tensor:
+    def offsets_at(self, column: int, alike: int | None) -> torch.Tensor:
         """(n + 1,) where samples begin in a column; the tensor of column `alike`, if that has the same lengths."""
-        if alike is not None and np.array_equal(self.host_lengths_at(alike), self.host_lengths_at(path)):
-            path = alike
-        if path not in self._offsets:
-            ends = torch.cumsum(self.lengths_at((path,), torch.int64), 0)
-            self._offsets[path] = torch.nn.functional.pad(ends, (1, 0))
-        return self._offsets[path]
+        if alike is not None and np.array_equal(self.lengths[:, alike], self.lengths[:, column]):
+            column = alike
+        if column not in self._offsets:
+            ends = torch.cumsum(self.lengths_at((column,), torch.int64), 0)
+            self._offsets[column] = torch.nn.functional.pad(ends, (1, 0))
+        return self._offsets[column]
 
     def unflatten(self, spec: BatchSpec | None = None) -> Any:
         """The batch again: the same containers and types around these tensors.
@@ -208,7 +198,8 @@ class FlatBatch:
                 one: functions in it need no pickling then.
         """
         self._offsets = {}
-        values = [one.build(self) for one in self.structure.fields]
+        leaves = zip(self.structure.leaves, self.tensors, strict=True)
+        values = [build(self, leaves, *known) for build, *known in self.structure.fields]
         batch = self._nested(values)
         if not self.structure.derived:
             return batch

@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.flat import FlatBatch, coming
-from trainer_client.balancing.batches.kinds import without_padding
+from trainer_client.balancing.batches.padding import trim
 from trainer_client.balancing.batches.reading import Reading, read
 from trainer_client.balancing.batches.roles import check_items
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, check_spec
-from trainer_client.balancing.batches.structure import is_count
 
 _MAX_LENGTH = 2**31 - 1
 PLAIN = BatchSpec()
@@ -105,7 +104,7 @@ def assemble(reading: Reading, table: NDArray[np.int64], *, copy: bool) -> FlatB
         leaf = structure.leaves[index]
         if leaf.padding is not None:
             (column,) = leaf.columns
-            tensors[index] = without_padding(tensors[index], table[:, column], leaf.padding, leaf.path, columns[column])
+            tensors[index] = trim(tensors[index], table[:, column], leaf.padding, leaf.path, columns[column])
         rows, expected = tensors[index].shape[0], sum([values[column] for column in leaf.columns])
         if rows != expected:
             remedy = "drop the values that belong to no sample"
@@ -144,7 +143,7 @@ class Arriving:
         if spec is not None and spec.copy:  # the loader may write to it before the numbers have come
             tensors[:] = [tensor.clone() for tensor in tensors]
         leaves = zip(self._reading.structure.leaves, tensors, strict=True)
-        counts = {leaf.path: tensor for leaf, tensor in leaves if is_count(leaf)}
+        counts = {leaf.path: tensor for leaf, tensor in leaves if leaf.is_count}
         self._paths, self._num_lengths = tuple(counts), len(lengths)
         self._coming = Coming([*lengths, *counts.values(), *filter(_is_on_device, values)])
 

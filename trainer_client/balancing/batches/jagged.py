@@ -1,15 +1,82 @@
-"""What jagged tensors hold for each sample, also where a `KeyedJaggedTensor` stores equal samples of a key once."""
+"""Jagged tensors: TorchRec's, also where a `KeyedJaggedTensor` stores equal samples of a key once, and torch's."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_client.balancing.batches.containers import is_keyed
-from trainer_client.balancing.batches.kinds import take_rows
+from trainer_client.balancing.batches.containers import is_keyed, join
+from trainer_client.balancing.batches.fields import Contents, Field, Leaves
+from trainer_client.balancing.batches.padding import take_rows
 from trainer_client.balancing.batches.refusals import name_of, type_name
 from trainer_client.balancing.batches.spec import BatchError
+
+if TYPE_CHECKING:
+    from trainer_client.balancing.batches.flat import FlatBatch
+
+
+def read_jagged(found: Contents, value: Any, path: str, _declared: Any) -> Field:
+    """A `JaggedTensor`, `KeyedJaggedTensor` or nested tensor, wherever it is."""
+    lengths, (values, weights) = jagged_lengths(value, path), _values_of(value, path)
+    number, keys = len(found.leaves), tuple(value.keys()) if is_keyed(value) else None
+    columns, weight_paths = _paths_of(path, keys)
+    found.add(values, path, 0, columns, columns)
+    if weights is not None:
+        found.add(weights, join(path, "weights"), 0, columns, weight_paths)
+    if columns:
+        found.lengths.append((lengths, columns))
+        found.sizes.append((columns[0], lengths.shape[-1]))
+    if not isinstance(value, torch.Tensor):
+        return build_jagged, keys, weights is not None, lengths.dtype
+    offsets = value.offsets()  # type: ignore[attr-defined]
+    alike = next((leaf for leaf, earlier in found.offsets if earlier is offsets), None)
+    found.offsets.append((number, offsets))
+    found.reads_lengths |= alike is not None
+    return build_nested, alike
+
+
+@lru_cache(maxsize=256)
+def _paths_of(path: str, keys: tuple[str, ...] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Paths of the keys of a `KeyedJaggedTensor` or of a `JaggedTensor`, and of their weights."""
+    columns = (path,) if keys is None else tuple(join(path, key) for key in keys)
+    return columns, tuple(join(column, "weights") for column in columns)
+
+
+def build_nested(flat: FlatBatch, leaves: Leaves, alike: int | None) -> torch.Tensor:
+    """A nested tensor, with the offsets of an earlier leaf if those are alike: torch wants to compute with both."""
+    leaf, values = next(leaves)
+    column = None if alike is None else flat.structure.leaves[alike].columns[0]
+    return torch.nested.nested_tensor_from_jagged(values, offsets=flat.offsets_at(leaf.columns[0], column))
+
+
+def build_jagged(
+    flat: FlatBatch, leaves: Leaves, keys: tuple[str, ...] | None, has_weights: bool, dtype: torch.dtype
+) -> Any:
+    """A `JaggedTensor`, or with keys a `KeyedJaggedTensor`, with lengths of a dtype."""
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+    leaf, values = next(leaves)
+    weights, lengths = next(leaves)[1] if has_weights else None, flat.lengths_at(leaf.columns, dtype)
+    if keys is None:
+        return JaggedTensor(values, weights=weights, lengths=lengths)
+    totals = flat.totals[list(leaf.columns)].tolist()
+    empty = None
+    if not flat.num_samples:  # for which TorchRec 1.8's `to_dict` raises an IndexError
+        begin = lengths.new_zeros(1)
+        empty = {key: JaggedTensor(values, weights=weights, lengths=lengths, offsets=begin) for key in keys}
+    return KeyedJaggedTensor(
+        list(keys),
+        values,
+        weights=weights,
+        lengths=lengths,
+        stride=flat.num_samples,
+        length_per_key=totals,  # else TorchRec would ask the device for them
+        offset_per_key=list(accumulate(totals, initial=0)),
+        jt_dict=empty,
+    )
 
 
 def jagged_lengths(value: Any, path: str) -> torch.Tensor:
@@ -35,7 +102,7 @@ def jagged_lengths(value: Any, path: str) -> torch.Tensor:
     return lengths.reshape(keys, n)
 
 
-def jagged_values(value: Any, path: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _values_of(value: Any, path: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The values of all samples, key after key, and their weights, if they have some."""
     try:
         values = value.values()

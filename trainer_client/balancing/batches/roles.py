@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import ALL, FIRST, LAST
-from trainer_client.balancing.batches.kinds import PICKLES, Leaf
+from trainer_client.balancing.batches.fields import OBJECTS, Leaf
 from trainer_client.balancing.batches.spec import BatchError, Declarations
-from trainer_client.balancing.batches.structure import Structure
 
 _PARTS = {"last": LAST, "first": FIRST, "all": ALL}
 _SHOWN = {LAST: "the last part", FIRST: "the first part", ALL: "all parts"}
@@ -41,7 +40,9 @@ def _role(column: int, path: str, leaves: Sequence[Leaf], declared: Declarations
             shown = ", ".join(f"{path!r}: {value!r}" for path, value in values.items())
             raise BatchError(f"fields with the lengths of {path!r} are declared differently in {name}: {shown}")
     # one for each sample, so that it has no positions; or a number, which belongs to no field of its own
-    is_object = any(leaf.label == PICKLES or (leaf.padding and leaf.padding.lengths is None) for leaf, _ in fields)
+    is_object = any(
+        leaf.declared_in == OBJECTS or (leaf.padding and leaf.padding.lengths is None) for leaf, _ in fields
+    )
     if items and is_object:
         raise BatchError(
             f"sequence names {next(iter(items))!r}, whose samples have no positions: it is a list of objects, or "
@@ -77,11 +78,12 @@ def check_items(lengths: NDArray[np.int64], columns: Sequence[str], roles: Seque
             )
 
 
-def check_alike(structure: Structure, lengths: NDArray[np.int64]) -> None:
+def check_alike(
+    lengths: NDArray[np.int64], columns: Sequence[str], roles: Sequence[int], leaves: Sequence[Leaf]
+) -> None:
     """Refuses samples, of (n, jagged columns) lengths, without as many items in all fields of the sequence."""
-    roles = structure.roles
-    names = dict(enumerate(structure.columns))
-    for leaf in reversed(structure.leaves):  # the first field with the lengths of a column, as users call it
+    names = dict(enumerate(columns))
+    for leaf in reversed(leaves):  # the first field with the lengths of a column, as users call it
         names |= {column: path for path, column in reversed(leaf.jagged_fields)}
     first, *others = [column for column, role in enumerate(roles) if role > 0] or [0]
     for other in others:

@@ -21,7 +21,7 @@ from benchmarks.references.redistribution import gather_samples, select_samples
 from tests.trainer_client.balancing.batches.helpers import OnDevice, select, x
 from tests.trainer_client.nests import DTYPES, as_bytes, random_bits
 from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten, read_lengths
-from trainer_client.balancing.batches.kinds import PICKLES
+from trainer_client.balancing.batches.fields import OBJECTS
 from trainer_client.balancing.batches.schema import describe, digest
 
 
@@ -315,7 +315,7 @@ def test_lists_with_tensors_are_containers_whatever_their_length() -> None:
             "w": (x(samples), ["a"] * samples),
             "arrays": [np.ones(samples)],
         }
-        assert {leaf.path for leaf in flatten(batch).structure.leaves if leaf.label == PICKLES} == {"w.1"}
+        assert {leaf.path for leaf in flatten(batch).structure.leaves if leaf.declared_in == OBJECTS} == {"w.1"}
     with pytest.raises(BatchError, match=r"'m.0.id' is a int \(1\).*; if 'm' holds one entry .* declare it in objects"):
         flatten({"x": x(), "m": [{"id": 1, "image": torch.zeros(2)}] * 3})
     assert select({"x": x(), "pair": (None, None)}, 1, spec=BatchSpec(rows_per_sample={"pair.0": 1}))["pair"] == (
