@@ -138,13 +138,8 @@ class FlatBatch:
     @property
     def sizes(self) -> NDArray[np.int64]:
         """(n,) int64, bytes that moving each sample takes."""
-        fixed = LENGTHS_DTYPE.itemsize * self.num_jagged
-        per_value = np.zeros(self.num_jagged, np.int64)
-        for leaf in self.structure.leaves:
-            fixed += leaf.rows * leaf.row_bytes
-            for column in leaf.columns:
-                per_value[column] += leaf.row_bytes
-        return self.lengths @ per_value + fixed
+        fixed = self.structure.sample_bytes + LENGTHS_DTYPE.itemsize * self.num_jagged
+        return self.lengths @ np.array(self.structure.value_bytes, np.int64) + fixed
 
     def lengths_of(self, path: str) -> NDArray[np.int64]:
         """(n,) int64: lengths of the jagged field at `path`, or the values of an integer tensor (n,) on the host.

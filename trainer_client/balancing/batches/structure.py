@@ -27,6 +27,8 @@ class Structure:
     counts: dict[int, int]  # leaf and column of each tensor that holds lengths
     roles: tuple[int, ...]  # of columns in parts, see `evenkeel.partitioning.splits`; none without a sequence
     jagged: tuple[int, ...]  # leaves with as many rows as lengths say
+    sample_bytes: int  # of each sample in leaves with as many rows for each
+    value_bytes: tuple[int, ...]  # of each value of a column, in all leaves
     on_host: frozenset[int]  # leaves that are in the host's memory wherever the batch is
     reads_lengths: bool  # building a batch does, on the host
     shared: tuple[str, ...]  # paths of the shared values
@@ -55,6 +57,10 @@ def structure_of(found: Contents, tree: Tree | None, paths: Iterable[str], decla
             raise BatchError(f"two {what} have the path {twice!r}; rename one")
     counts = {index: order[leaf.path] for index, leaf in enumerate(leaves) if leaf.rows and leaf.path in order}
     numbers = [*([order[path] for path in of] for _, of in found.lengths), *([column] for column in counts.values())]
+    value_bytes = [0] * len(columns)
+    for leaf in leaves:
+        for column in leaf.columns:
+            value_bytes[column] += leaf.row_bytes
     shared = tuple(path for parameter, path in found.values if parameter == "shared")
     return Structure(
         tree=tree,
@@ -66,6 +72,8 @@ def structure_of(found: Contents, tree: Tree | None, paths: Iterable[str], decla
         counts=counts,
         roles=roles,
         jagged=tuple(index for index, leaf in enumerate(leaves) if not leaf.rows),
+        sample_bytes=sum(leaf.rows * leaf.row_bytes for leaf in leaves),
+        value_bytes=tuple(value_bytes),
         on_host=frozenset(index for index, leaf in enumerate(leaves) if leaf.on_host),
         reads_lengths=found.reads_lengths,
         shared=shared,
