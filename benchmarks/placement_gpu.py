@@ -53,8 +53,9 @@ from evenkeel.placement.access import step_keys
 from evenkeel.placement.hardware import HardwareProfile, builtin_profiles, parse_profile
 from evenkeel.placement.whole_step import exchange_kernel_seconds, host_seconds, step_costs, step_work
 from trainer_client.planning import sharding_plan
-from trainer_client.planning.clock import Batch, DenseWork, TableModel, Trial, as_cut, contenders, run_race
+from trainer_client.planning.clock import as_cut, contenders, run_race
 from trainer_client.planning.collective import process_group
+from trainer_client.planning.trial import Batch, DenseWork, TableModel, Trial
 
 Keys = npt.NDArray[Any]
 Planner = Callable[[int], tuple[Any, Plan | None] | None]

@@ -23,14 +23,16 @@ from trainer_client.cli.top import top
 from trainer_client.cli.warm_up import warm_up
 
 _WITHOUT_TORCH = (
-    "PyTorch is not installed here: checkpoint, and calibrate without --raw, need it. Install the build for your CUDA "
-    "version."
+    "PyTorch is not installed here: checkpoint, plan --clock, and calibrate without --raw, need it. Install the build "
+    "for your CUDA version."
 )
-_WITH_TRAINER = "a balancer's calls need grpcio and protobuf: pip install 'evenkeel[trainer]'"
+_WITHOUT_TRAINER = "a balancer's calls need grpcio and protobuf: pip install 'evenkeel[trainer]'"
 _REMEDIES = {
-    "grpc": _WITH_TRAINER,
-    "google": _WITH_TRAINER,
-    "torch": "this needs PyTorch: install the build for your CUDA version",
+    "grpc": _WITHOUT_TRAINER,
+    "google": _WITHOUT_TRAINER,
+    "torch": _WITHOUT_TORCH,
+    "torchrec": "plans are run with TorchRec: install it, or leave --clock out",
+    "pyarrow": "CSV and Parquet are read with pyarrow: install it, or give a .npy file",
 }
 """What to do where a package is missing, by the first part of its module's name."""
 

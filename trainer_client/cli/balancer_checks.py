@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import ssl
 import statistics
 import time
@@ -19,7 +18,7 @@ from evenkeel.addresses import Endpoint, check_address, endpoints
 from evenkeel.credentials import Credentials, read_credentials
 from evenkeel.handshakes import shake_hands
 from evenkeel.protocol import balancer_pb2 as pb
-from trainer_client.cli.common import Finding, Status
+from trainer_client.cli.doctor import Finding, Status
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name
 _HEALTH, _SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01"  # two fields need no stubs of their own
@@ -51,8 +50,7 @@ def check_balancers(
 
 def _check_replica(replica: Endpoint, job: str | None, credentials: Credentials, timeout: float) -> Iterator[Finding]:
     """Network, TLS, health, token, versions, round trip and job, as far as one depends on the other."""
-    for check in (_reach, _handshake):
-        finding = check(replica, credentials, timeout)
+    for finding in _connect(replica, credentials, timeout):
         yield finding
         if finding.status is Status.FAIL:
             return
@@ -78,33 +76,28 @@ def _check_replica(replica: Endpoint, job: str | None, credentials: Credentials,
             yield _check_job(channel, job, credentials.metadata(str(replica)), timeout)
 
 
-def _reach(replica: Endpoint, _credentials: Credentials, timeout: float) -> Finding:
+def _connect(replica: Endpoint, credentials: Credentials, timeout: float) -> Iterator[Finding]:
     started = time.perf_counter()
     try:
-        with socket.create_connection((replica.host, replica.port), timeout):
-            taken = time.perf_counter() - started
+        shaken = shake_hands(replica, credentials, timeout)
     except TimeoutError:
-        remedy = "a firewall or network policy drops the packets: open the port"
-        return Finding("address", Status.FAIL, f"{replica} does not answer within {timeout:g} s", remedy)
+        remedy = "a firewall or network policy drops the packets, or the balancer hangs: open the port, or see its log"
+        yield Finding("address", Status.FAIL, f"{replica} does not answer within {timeout:g} s", remedy)
+        return
     except OSError as error:
         remedy = "nobody listens there: start the balancer, or correct the port"
-        return Finding("address", Status.FAIL, f"{replica}: {error.strerror or error}", remedy)
-    return Finding("address", Status.OK, f"{replica}, connected in {taken * 1e3:.1f} ms")
-
-
-def _handshake(replica: Endpoint, credentials: Credentials, timeout: float) -> Finding:
-    try:
-        shaken = shake_hands(replica, credentials, timeout)
-    except OSError as error:
-        return Finding("TLS", Status.FAIL, str(error), "try again: it answered a moment ago")
+        yield Finding("address", Status.FAIL, f"{replica}: {error.strerror or error}", remedy)
+        return
+    yield Finding("address", Status.OK, f"{replica}, connected in {(time.perf_counter() - started) * 1e3:.1f} ms")
     if shaken.problem:
-        return Finding("TLS", Status.FAIL, shaken.problem, shaken.remedy)
-    if not shaken.version:
-        return Finding("TLS", Status.SKIP, "plaintext", "set EVENKEEL_TLS_CA where others share the network")
-    days = (ssl.cert_time_to_seconds(str(shaken.certificate["notAfter"])) - time.time()) / 86_400
-    if days < 14:
-        return Finding("TLS", Status.WARN, f"{shaken.version}; the certificate expires in {days:.1f} days", "renew it")
-    return Finding("TLS", Status.OK, f"{shaken.version}; the certificate holds for {days:.0f} days")
+        yield Finding("TLS", Status.FAIL, shaken.problem, shaken.remedy)
+    elif not shaken.version:
+        yield Finding("TLS", Status.SKIP, "plaintext", "set EVENKEEL_TLS_CA where others share the network")
+    else:
+        days = (ssl.cert_time_to_seconds(str(shaken.certificate["notAfter"])) - time.time()) / 86_400
+        soon = days < 14
+        text = f"{shaken.version}; the certificate expires in {days:.{int(soon)}f} days"
+        yield Finding("TLS", Status.WARN if soon else Status.OK, text, "renew it" if soon else "")
 
 
 def _check_calls(channel: Any, credentials: Credentials, metadata: Any, timeout: float) -> Iterator[Finding]:
@@ -121,11 +114,10 @@ def _check_calls(channel: Any, credentials: Credentials, metadata: Any, timeout:
     if info.draining:
         yield Finding("draining", Status.WARN, "the balancer shuts down", "use another, or wait")
     median = statistics.median(times)
+    slow = median > _SLOW_SECONDS
     text = f"{median * 1e3:.2f} ms, worst of {_ROUND_TRIPS} {max(times) * 1e3:.2f} ms"
-    if median > _SLOW_SECONDS:
-        yield Finding("round trip", Status.WARN, text, "run the balancer nearer to the job, or give it cores")
-    else:
-        yield Finding("round trip", Status.OK, text)
+    remedy = "run the balancer nearer to the job, or give it cores" if slow else ""
+    yield Finding("round trip", Status.WARN if slow else Status.OK, text, remedy)
     limits = {field.name: getattr(info.limits, field.name) for field in info.limits.DESCRIPTOR.fields}
     yield Finding("limits", Status.OK, json.dumps(limits))
 

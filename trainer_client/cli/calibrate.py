@@ -10,6 +10,7 @@ import typer
 
 from trainer_client.cli.common import errors_in_a_sentence, show, waiting, write
 
+_RAW_HELP = "Raw measurements taken earlier, instead of measuring."
 _STEPS_HELP = "JSON list of measured DynamicEmb steps to fit its constants to."
 _BASE_HELP = "Built-in profile that gives what is not measured; that of the GPU's name by default, or h200."
 _RANKS_HELP = "GPUs to measure whole steps of TorchRec on; all by default, 0 for none."
@@ -20,8 +21,8 @@ def calibrate(
     name: Annotated[str, typer.Option(help="Name of the profile.")] = "calibrated",
     base: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
     device: Annotated[str, typer.Option(help="Device to measure.")] = "cuda",
-    raw: Annotated[Path | None, typer.Option(help="Raw measurements taken earlier, instead of measuring.")] = None,
-    dynamicemb_steps: Annotated[Path | None, typer.Option(help=_STEPS_HELP)] = None,
+    raw: Annotated[Path | None, typer.Option(help=_RAW_HELP, exists=True, dir_okay=False)] = None,
+    dynamicemb_steps: Annotated[Path | None, typer.Option(help=_STEPS_HELP, exists=True, dir_okay=False)] = None,
     table_gib: Annotated[float, typer.Option(min=0.001, max=1024, help="GiB of the table to gather from.")] = 4.0,
     ranks: Annotated[int | None, typer.Option(min=0, max=1024, help=_RANKS_HELP)] = None,
     keep_raw: Annotated[Path | None, typer.Option(help="Write the raw measurements here, for --raw.")] = None,
@@ -49,14 +50,11 @@ def calibrate(
         if samples := measured_samples(values.get("whole_steps") or ()):
             profile, whole = with_whole_steps(profile, samples)
     text = json.dumps(encode(profile), indent=2) + "\n"
-    troubles = [] if keep_raw is None else [write("--keep-raw", keep_raw, json.dumps(values, indent=1) + "\n")]
-    unwritten = write("--output", output, text)
-    if as_json or unwritten:
+    kept = keep_raw is None or write("--keep-raw", keep_raw, json.dumps(values, indent=1) + "\n")
+    written = write("--output", output, text)
+    if as_json or not written:
         typer.echo(text, nl=False)
-    if unwritten:
-        troubles.append(f"{unwritten}; the profile is above")
-    if any(troubles):
-        typer.echo("\n".join(f"error: {why}" for why in troubles if why), err=True)
+    if not (kept and written):
         raise typer.Exit(2)
     if as_json:
         return
@@ -84,12 +82,11 @@ def _read(flag: str, path: Path, kind: type) -> Any:
 
 
 def _measure(device: str, table_gib: float, ranks: int | None) -> dict[str, Any]:
-    try:
-        import torch
+    import torch
 
-        from trainer_client.planning import measuring
-    except ModuleNotFoundError as error:
-        raise RuntimeError(f"measuring needs torch: {error}; install it, or give --raw") from None
+    from trainer_client.planning import measuring
+    from trainer_client.planning.collective import run_on_ranks
+
     cuda = device.startswith("cuda")
     if cuda and not torch.cuda.is_available():
         remedy = "run this where the job will run, or give --device cpu to try it, or --raw"
@@ -99,16 +96,12 @@ def _measure(device: str, table_gib: float, ranks: int | None) -> dict[str, Any]
     elif cuda and ranks > torch.cuda.device_count():
         raise RuntimeError(f"--ranks {ranks}: PyTorch finds {torch.cuda.device_count()} GPUs here; give fewer")
     with waiting("measuring") as status:
-        size = int(table_gib * 2**30)
-        rows = min(1 << 20, max(256, size >> 13))
-        values = measuring.measure(device, table_bytes=size, gathered_rows=rows, progress=status.update)
+        values = measuring.measure(torch.device(device), table_bytes=int(table_gib * 2**30), progress=status.update)
         if ranks > 0:
             status.update(f"whole steps, GPUs: {ranks}")
-            if cuda:
-                torch.cuda.empty_cache()
             try:
                 kind, scale = device.partition(":")[0], min(1.0, table_gib / 4)
-                values["whole_steps"] = measuring.measure_on_ranks(ranks, kind, scale=scale)
+                values["whole_steps"] = run_on_ranks(measuring.measure_whole_steps, ranks, kind, scale)
             except RuntimeError as error:  # the rest is worth having
                 typer.echo(f"warning: {error}; the profile has no whole steps", err=True)
     return values

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trainer_client.cli.common import errors_in_a_sentence, show
+from trainer_client.cli.common import errors_in_a_sentence, progress, show
 
 if TYPE_CHECKING:
     from trainer_client.embedding.checkpoint import Checkpoint, TableRecord
@@ -102,14 +100,12 @@ def convert(
 
     The target appears when it is complete; what was interrupted is begun again.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with errors_in_a_sentence(1, 1):
         checkpoint = _open(source, from_routing, num_embeddings)
         from trainer_client.embedding.checkpoint import convert as run
 
         new = _routings(checkpoint, routing or [], seed)
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("rows", total=None)
+        with progress("rows") as bar:
             result = run(
                 checkpoint,
                 target,
@@ -117,7 +113,7 @@ def convert(
                 routing=new,
                 target_format=to,
                 overwrite=overwrite,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=bar,
             )
     if as_json:
         tables = [_plain(record) for record in result.tables]

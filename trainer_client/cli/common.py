@@ -1,39 +1,21 @@
-"""What commands share: their options, errors in a sentence, findings, tables, and files."""
+"""What commands share: their options, errors in a sentence, what a terminal shows, and files that are written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich import status
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 CaOption = Annotated[Path | None, typer.Option("--tls-ca", help="Authorities of the service; EVENKEEL_TLS_CA.")]
 TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with a token; EVENKEEL_TOKEN_FILE.")]
-
-
-class Status(StrEnum):
-    """How bad what `evenkeel doctor` finds is; the value is the colour."""
-
-    OK = "green"
-    WARN = "yellow"
-    FAIL = "red"
-    SKIP = "dim"
-
-
-class Finding(NamedTuple):
-    """One line of its report: what was looked at, how bad it is, what was found, and what to do if anything."""
-
-    check: str
-    status: Status
-    text: str
-    remedy: str = ""
 
 
 @contextmanager
@@ -53,6 +35,14 @@ def waiting(what: str, *, quiet: bool = False) -> status.Status:
     return Console(stderr=True, quiet=quiet).status(what, spinner="line")
 
 
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float, float], None]]:
+    """A bar on standard error, while a terminal is there; is called with what is done, and of how much."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def show(title: str, headings: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """Prints a table whose first column is text and the others figures."""
     table = Table(title=title)
@@ -63,10 +53,12 @@ def show(title: str, headings: Iterable[str], rows: Iterable[Iterable[object]]) 
     Console().print(table)
 
 
-def write(flag: str, path: Path, text: str) -> str:
-    """Writes a file; why it could not be written, if so, and what to do."""
+def write(flag: str, path: Path, text: str) -> bool:
+    """Writes a file, or says why it cannot be written; whether it is."""
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
-        return f"{flag}: {path}: {error.strerror or error}; name a file in a folder that is there and may be written"
-    return ""
+        remedy = "name a file in a folder that is there and may be written"
+        typer.echo(f"error: {flag}: {path}: {error.strerror or error}; {remedy}", err=True)
+        return False
+    return True

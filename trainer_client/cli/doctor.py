@@ -7,16 +7,16 @@ import importlib.util
 import json
 import os
 import platform
-import ssl
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -24,8 +24,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from evenkeel import __version__
+from evenkeel.credentials import read_credentials
 from evenkeel.variables import misspelt
-from trainer_client.cli.common import CaOption, Finding, Status, TokenOption, waiting
+from trainer_client.cli.common import CaOption, TokenOption, waiting
 
 _NOT_SYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 _TIMEX_BYTES = 512  # more than struct timex has on any architecture
@@ -36,6 +37,24 @@ _WANTED = {
 _OPTIONAL = ("torchrec", "fbgemm-gpu", "prometheus-client", "dynamicemb")
 _MAX_SKEW_SECONDS = 30.0
 _BALANCER_HELP = "host:port of a balancer or of several behind one name, or IP:port,IP:port."
+
+
+class Status(StrEnum):
+    """How bad what is found is; the value is the colour."""
+
+    OK = "green"
+    WARN = "yellow"
+    FAIL = "red"
+    SKIP = "dim"
+
+
+class Finding(NamedTuple):
+    """A line of the report: what was looked at, how bad it is, what was found, and what to do if anything."""
+
+    check: str
+    status: Status
+    text: str
+    remedy: str = ""
 
 
 def doctor(
@@ -55,9 +74,9 @@ def doctor(
     """
     findings: list[Finding] = []
     with waiting("checking") as status:
-        for title, check in _checks(balancer, planner, job, tls_ca, token_file, timeout):
-            status.update(f"checking {title}")
-            findings += check
+        for finding in _checks(balancer, planner, job, tls_ca, token_file, timeout):
+            status.update(f"checking; {finding.check}: {finding.status.name.lower()}")
+            findings.append(finding)
     if as_json:
         typer.echo(json.dumps([each._asdict() | {"status": each.status.name.lower()} for each in findings], indent=2))
     else:
@@ -76,21 +95,21 @@ def _checks(
     ca: Path | None,
     token_file: Path | None,
     timeout: float,
-) -> Iterator[tuple[str, Iterable[Finding]]]:
-    yield "variables", _check_variables()
+) -> Iterator[Finding]:
+    yield from _check_variables()
     if balancer in ("embedded", "off"):
-        yield "balancer", [Finding("balancer", Status.SKIP, f"EVENKEEL_BALANCER is {balancer!r}: none is used")]
+        yield Finding("balancer", Status.SKIP, f"EVENKEEL_BALANCER is {balancer!r}: none is used")
     elif balancer:
         from trainer_client.cli.balancer_checks import check_balancers
 
-        yield "balancer", check_balancers(balancer, job, ca, token_file, timeout)
+        yield from check_balancers(balancer, job, ca, token_file, timeout)
     else:
-        yield "balancer", [Finding("balancer", Status.SKIP, "no address given", "pass --balancer host:port")]
+        yield Finding("balancer", Status.SKIP, "no address given", "pass --balancer host:port")
     if planner and planner != "embedded":
-        yield "planner", _check_planner(planner.rstrip("/") + "/readyz", ca, timeout)
-    yield "clock", _check_clock()
-    yield "packages", _check_packages()
-    yield "GPUs", _check_gpus()
+        yield from _check_planner(planner.rstrip("/") + "/readyz", ca, timeout)
+    yield from _check_clock()
+    yield from _check_packages()
+    yield from _check_gpus()
 
 
 def _check_variables() -> Iterator[Finding]:
@@ -157,7 +176,7 @@ def _check_gpus() -> Iterator[Finding]:
 def _check_planner(url: str, ca: Path | None, timeout: float) -> Iterator[Finding]:
     """Whether a planner is ready, and whether its clock and ours agree."""
     try:
-        context = ssl.create_default_context(cafile=None if ca is None else str(ca))
+        context = read_credentials(ca, None).ssl_context()
         with urllib.request.urlopen(url, timeout=timeout, context=context) as response:
             date = response.headers.get("date")
     except urllib.error.HTTPError as error:

@@ -28,11 +28,8 @@ def read(path: Path, holds: str = "a list of tables, a request or a plan") -> ob
 
 
 def _text(path: Path, holds: str) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST + 1)
-    except OSError as error:
-        raise InvalidInputError(str(path), error.strerror, "cannot be read", "name a file that can") from None
+    with path.open("rb") as file:
+        content = file.read(_MOST + 1)
     if len(content) > _MOST:
         what = f"holds more than {_MOST >> 20} MiB"
         raise InvalidInputError(str(path), f"{content[:8]!r}", what, f"name a file with {holds}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer_client.cli.common import errors_in_a_sentence
+from trainer_client.cli.common import errors_in_a_sentence, progress, show
 
 if TYPE_CHECKING:  # numpy and the kernels are imported when the command runs
     import numpy as np
@@ -17,7 +16,6 @@ if TYPE_CHECKING:  # numpy and the kernels are imported when the command runs
 
     from evenkeel.gain import Gain
 
-_QUIET_SECONDS = 2.0
 _BARS, _WIDTH = 8, 40
 _WORTH = 1.02  # a speed-up below is little beside what else a step's time varies by
 _COSTS = {"linear": (1.0, 0.0), "attention": (0.0, 1.0)}
@@ -37,7 +35,6 @@ def gain(
     column: Annotated[str | None, typer.Option(help=_COLUMN_HELP)] = None,
     cost: Annotated[str, typer.Option(help=_COST_HELP)] = "linear",
     in_order: Annotated[bool, typer.Option("--in-order", help="Batches as the file has them, not shuffled.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw the loads here; needs matplotlib.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead.")] = False,
 ) -> None:
     """Estimate what balancing would gain, from the lengths of samples alone: one process, no GPU.
@@ -46,9 +43,17 @@ def gain(
     """
     with errors_in_a_sentence():
         linear, pairs = _cost(cost)
-        gains = _estimate(_read(lengths, column), ranks, batch, linear, pairs, shuffle=not in_order)
-        if png is not None:
-            _draw(png, gains, ranks)
+        import numpy as np
+
+        from evenkeel.gain import estimate_gain
+
+        values = _read(lengths, column)
+        if not in_order:
+            values = np.random.default_rng(0).permutation(values)
+        with progress("planning") as bar:
+            gains = estimate_gain(
+                values, ranks=ranks, batch=batch, linear=linear, pairs=pairs, progress=lambda done: bar(done, 1.0)
+            )
     if as_json:
         rows = [{name: getattr(one, name) for name in ("way", "speed_up", "imbalance", "moved_share")} for one in gains]
         loads = {one.way: one.loads.round(6).tolist() for one in gains}
@@ -77,9 +82,6 @@ def _read(path: Path, column: str | None) -> NDArray[np.int64]:
     except (ValueError, EOFError):
         raise ValueError(f"{path} is no .npy file of numbers; write it with numpy.save") from None
     values = _column(path, column) if values is None else values
-    if values.size and values.dtype.kind in "OUS":
-        row, text = _first_text(values.ravel().tolist())
-        raise ValueError(f"{path} holds {text[:40]!r} in row {row} where a number should be; give numbers only")
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iuf"):
         raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one number for each sample")
     if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -91,22 +93,10 @@ def _read(path: Path, column: str | None) -> NDArray[np.int64]:
     return np.array(values, np.int64)  # which may be written to
 
 
-def _first_text(values: list[Any]) -> tuple[int, str]:
-    """The first value that is no number, and its row from 1 on."""
-    for row, value in enumerate(values, 1):
-        try:
-            float(value)
-        except (TypeError, ValueError):
-            return row, str(value)
-    return 1, str(values[0])
-
-
 def _column(path: Path, column: str | None) -> Any:
-    try:
-        import pyarrow.compute
-        import pyarrow.dataset
-    except ModuleNotFoundError:
-        raise ValueError(f"{path}: CSV and Parquet are read with pyarrow: install it, or give a .npy file") from None
+    import pyarrow.compute
+    import pyarrow.dataset
+
     try:
         data = pyarrow.dataset.dataset(path, format=path.suffix[1:])
         names = data.schema.names
@@ -116,54 +106,30 @@ def _column(path: Path, column: str | None) -> Any:
         if path.suffix == ".csv" and column is None and names[0].replace(".", "", 1).isdecimal():
             raise ValueError(f"{path} begins with {names[0]} where the name of its column should be; give it one")
         values = data.to_table(columns=[column or names[0]]).column(0)
+        if pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
+            values = pyarrow.compute.list_value_length(values)
+        elif pyarrow.types.is_string(values.type):  # some of which may be none: the error shows the first
+            values = values.cast("float64")
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
-        values = pyarrow.compute.list_value_length(values)
+        raise ValueError(f"{path} cannot be read: {error}; give one number for each sample") from None
     if values.null_count:
         raise ValueError(f"{path} has {values.null_count} samples without a length; fill or drop them")
     return values.to_numpy()
 
 
-def _estimate(
-    lengths: NDArray[np.int64], ranks: int, batch: int, linear: float, pairs: float, *, shuffle: bool
-) -> list[Gain]:
-    """What is gained, with a progress bar from the moment that it takes long."""
-    import numpy as np
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from evenkeel.gain import estimate_gain
-
-    if shuffle:
-        lengths = np.random.default_rng(0).permutation(lengths)
-    began = time.monotonic()
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("planning", total=1.0, visible=False)
-
-        def show(done: float) -> None:
-            bar.update(task, completed=done, visible=time.monotonic() - began > _QUIET_SECONDS)
-
-        return estimate_gain(lengths, ranks=ranks, batch=batch, linear=linear, pairs=pairs, progress=show)
-
-
 def _show(gains: list[Gain], ranks: int, batch: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "heaviest / mean rank", "step time", "bytes moved", title=f"{ranks} ranks × {batch} samples")
-    for one in gains:
-        share = f"{1 / one.speed_up - 1:+.1%}" if one.speed_up != 1 else ""
-        table.add_row(one.way, f"{one.imbalance:.3f}", share, f"{one.moved_share:.1%}" if share else "")
-    console = Console()
-    console.print(table)
+    rows = [(one.way, f"{one.imbalance:.3f}", *_against_loaded(one)) for one in gains]
+    show(f"{ranks} ranks × {batch} samples", ("", "heaviest / mean rank", "step time", "bytes moved"), rows)
     most = max(one.loads[0] for one in gains)
     for one in gains[:2]:
-        console.print(f"load of the ranks, {one.way}, heaviest first; 1 is the mean")
+        typer.echo(f"load of the ranks, {one.way}, heaviest first; 1 is the mean")
         for rank in sorted({round(place * (ranks - 1) / (_BARS - 1)) for place in range(_BARS)}):
-            console.print(f"{rank + 1:5} {one.loads[rank]:6.3f} {'█' * round(_WIDTH * one.loads[rank] / most)}")
-    console.print(_next_step(gains))
+            typer.echo(f"{rank + 1:5} {one.loads[rank]:6.3f} {'█' * round(_WIDTH * one.loads[rank] / most)}")
+    typer.echo(_next_step(gains))
+
+
+def _against_loaded(one: Gain) -> tuple[str, str]:
+    return ("", "") if one.speed_up == 1 else (f"{1 / one.speed_up - 1:+.1%}", f"{one.moved_share:.1%}")
 
 
 def _next_step(gains: list[Gain]) -> str:
@@ -176,17 +142,3 @@ def _next_step(gains: list[Gain]) -> str:
     if windows.speed_up * _WORTH >= split.speed_up:
         return f"Next: wrap the loader, with BalanceOptions(window={windows.way.split()[-1]}): docs/train/windows.md"
     return "Next: wrap the loader, and split samples (what their exchange takes is not counted): docs/train/giants.md"
-
-
-def _draw(path: Path, gains: list[Gain], ranks: int) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("--png needs matplotlib: install it, or leave --png away") from None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for one in gains:
-        axes.plot(range(1, ranks + 1), one.loads, label=f"{one.way}: {one.imbalance:.3f}", drawstyle="steps-mid")
-    axes.set(xlabel="rank, heaviest first", ylabel="load over the mean", title="load of the ranks")
-    axes.legend()
-    figure.savefig(path, dpi=120)

@@ -11,7 +11,7 @@ from trainer_client.cli.common import TokenOption, errors_in_a_sentence, waiting
 
 INFEASIBLE_EXIT = 3
 _TABLES_HELP = "YAML or JSON: a list of tables, a whole request, or a plan file."
-_PROFILE = "a hardware profile, as `evenkeel calibrate` writes it,"
+_PROFILE_HELP = "Hardware profile written by `evenkeel calibrate`."
 _HBM_HELP = "HBM of one rank for tables, in GiB, whatever the file reserves; --reserve is taken off it."
 _RESERVE_HELP = (
     "HBM of one rank that the model and its activations need, such as 24GiB or 40%. By default 15% of a topology that "
@@ -39,8 +39,8 @@ def plan(
     reserve: Annotated[str | None, typer.Option(help=_RESERVE_HELP)] = None,
     runtime: Annotated[str | None, typer.Option(help="dynamicemb or torchrec.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of a batch on one rank.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Hardware profile written by `evenkeel calibrate`.")] = None,
-    statistics: Annotated[list[Path] | None, typer.Option(help=_STATISTICS_HELP)] = None,
+    profile: Annotated[Path | None, typer.Option(help=_PROFILE_HELP, exists=True, dir_okay=False)] = None,
+    statistics: Annotated[list[Path] | None, typer.Option(help=_STATISTICS_HELP, exists=True, dir_okay=False)] = None,
     clock: Annotated[float | None, typer.Option(help=_CLOCK_HELP)] = None,
     dense_ms: Annotated[float | None, typer.Option(min=0, help=_DENSE_HELP)] = None,
     hot_rows_gib: Annotated[float | None, typer.Option(help=_HOT_HELP)] = None,
@@ -72,6 +72,7 @@ def plan(
     paths = {"--output": output, "--report": report, "--sharding-plan": sharding_plan}
     outputs = {flag: path for flag, path in paths.items() if path is not None}
     quiet = as_json or code
+    lines: list[str] = []
     with errors_in_a_sentence():
         request = plan_io.build_request(
             read(tables),
@@ -79,31 +80,37 @@ def plan(
             hbm_gib=hbm_gib,
             host_gib=host_gib,
             reserve=reserve,
-            profile=None if profile is None else read(profile, _PROFILE),
-            overrides={"runtime": runtime, "samples_per_rank": samples, "dense_ms": dense_ms},
+            profile=None
+            if profile is None
+            else read(profile, "a hardware profile, as `evenkeel calibrate` writes it,"),
+            runtime=runtime,
+            step={"samples_per_rank": samples, "dense_ms": dense_ms},
         )
         plan_io.check_outputs(outputs, tables, request)
-        request, lines = plan_io.with_statistics_of(statistics or (), request)
-        request, hot = plan_io.with_hot_rows_of(hot_rows_gib, request)
+        traces = plan_io.read_statistics(statistics or ())
+        if statistics:
+            request, lines = plan_io.with_traces(traces, request)
+        if hot_rows_gib is not None:
+            request, hot = plan_io.with_room_for_hot_rows(hot_rows_gib, request)
+            lines += hot
         client = PlannerClient.of(planner, credentials=read_credentials(tls_ca, token_file), cache=cache)
         with waiting("planning", quiet=quiet):
             content = PlanFile(request=request, plan=client.plan(request))
         if clock is not None and content.plan.placements:
             with waiting("running plans", quiet=quiet):
-                content = plan_io.race(content, clock, statistics or (), device)
+                content = plan_io.race(content, clock, traces, device)
         texts = plan_io.texts(content, sharding_plan)
-    troubles = {flag: write(flag, path, texts[flag]) for flag, path in outputs.items() if flag in texts}
+    written = {flag: write(flag, path, texts[flag]) for flag, path in outputs.items() if flag in texts}
     if as_json:
         typer.echo(texts["--output"], nl=False)
     elif code:
         plan_io.show_code(content)
     else:
-        plan_io.show(content, lines + hot)
-        for flag, trouble in troubles.items():
-            if not trouble:
+        plan_io.show(content, lines)
+        for flag, is_there in written.items():
+            if is_there:
                 typer.echo(f"{flag[2:].replace('output', 'plan').replace('-', ' ')} written to {outputs[flag]}")
-    if any(troubles.values()):
-        typer.echo("\n".join(f"error: {why}" for why in troubles.values() if why), err=True)
+    if not all(written.values()):
         raise typer.Exit(2)
     if content.plan.seconds is None:
         raise typer.Exit(INFEASIBLE_EXIT)

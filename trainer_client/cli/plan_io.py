@@ -12,18 +12,17 @@ import typer
 from rich.console import Console
 
 from evenkeel import key_statistics
+from evenkeel.key_statistics import KeyTrace
 from evenkeel.placement import InvalidInputError, PlanRequest, Runtime, whole_step_seconds
 from evenkeel.placement.application import lines_to_paste, module_paths, sharding_plan_module
-from evenkeel.placement.fields import decode, encode, quantity
-from evenkeel.placement.hardware import MAX_BYTES, parse_profile
+from evenkeel.placement.fields import decode, encode, quantity, require
+from evenkeel.placement.hardware import MAX_BYTES
 from evenkeel.placement.hot_rows import with_hot_rows
 from evenkeel.placement.plan_file import PlanFile, dumps, measured_line
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import make_report
 from evenkeel.plan_requests import DEFAULT_RESERVE, as_object, unpacked, with_measured
 
-_MOST_GIB = 1024
-_LONGEST_CLOCK = 3600.0
 _LEAST_SIZE = 1 << 20
 """Bytes below which a reservation lacks its unit."""
 
@@ -40,7 +39,8 @@ def build_request(
     host_gib: float | None,
     reserve: str | None,
     profile: object,
-    overrides: Mapping[str, object],
+    runtime: str | None,
+    step: Mapping[str, object],
 ) -> PlanRequest:
     """The request of a file's content and of flags, which go before it; notes say what may not be expected.
 
@@ -51,26 +51,23 @@ def build_request(
         host_gib: Memory of a host that tables may use.
         reserve: HBM of a rank that tables may not use, in bytes or per cent.
         profile: Content of a hardware profile's file; None: as the request says.
-        overrides: `runtime` and fields of the step, where they are not None.
+        runtime: The library that will hold the tables.
+        step: Fields of the step, where they are not None.
     """
     is_whole = hbm_gib is None and reserve is None
     value, measured = unpacked(content, topology=topology, reserve=DEFAULT_RESERVE if is_whole else 0.0)
-    if "topology" not in value:
-        remedy = "give --topology, such as h200x8, or a topology in the file"
-        raise InvalidInputError("topology", None, "is missing", remedy)
+    remedy = "give --topology, such as h200x8, or a topology in the file"
+    require("topology" in value, "topology", None, "is missing", remedy)
     if profile is not None:
-        value["hardware"] = encode(parse_profile(profile))
-    step = {name: field for name, field in overrides.items() if field is not None}
-    if "runtime" in step:
-        value["runtime"] = step.pop("runtime")
-    if step:
-        value["step"] = {**as_object("step", value.get("step", {})), **step}
-    request = decode(PlanRequest, value)
-    if profile is None:
-        request = with_measured(request, measured)
+        value["hardware"], measured = profile, ()
+    if runtime is not None:
+        value["runtime"] = runtime
+    if given := {name: field for name, field in step.items() if field is not None}:
+        value["step"] = {**as_object("step", value.get("step", {})), **given}
+    request = with_measured(decode(PlanRequest, value), measured)
     machines = request.topology
     if hbm_gib is not None:
-        size = _gib("--hbm-gib", hbm_gib)
+        size = _bytes("--hbm-gib", hbm_gib)
         if (machines.hbm_reserved_fraction or machines.hbm_reserved_bytes) and reserve is None:
             _note(
                 "--hbm-gib is what tables may use: what the file reserves of HBM is not taken off; --reserve would be"
@@ -80,58 +77,54 @@ def build_request(
             _note(f"--hbm-gib {hbm_gib:g} is more than {gpu}")
         machines = replace(machines, hbm_bytes=size, hbm_reserved_fraction=0.0, hbm_reserved_bytes=0)
     if host_gib is not None:
+        size = _bytes("--host-gib", host_gib)
         if machines.host_reserved_fraction or machines.host_reserved_bytes:
             _note("--host-gib is what tables may use: what the file reserves of host memory is not taken off")
-        size = _gib("--host-gib", host_gib)
         machines = replace(machines, host_bytes=size, host_reserved_fraction=0.0, host_reserved_bytes=0)
     if reserve is not None:
-        share, size = _reserve(reserve)
+        share, size = _reserved(reserve)
         machines = replace(machines, hbm_reserved_fraction=share, hbm_reserved_bytes=size)
     return replace(request, topology=machines)
 
 
-def _reserve(text: str) -> tuple[float, int]:
-    """Part and bytes of the HBM that tables may not use, of a text such as `40%` or `24GiB`."""
-    number = quantity(text.removesuffix("%"))
-    if text.endswith("%"):
-        if number is None or not 0 <= number <= 100:
-            raise InvalidInputError("--reserve", text, "is out of range", "give 0% to 100%")
-        return float(number) / 100, 0
-    if number is None or not 0 <= number <= MAX_BYTES:
-        raise InvalidInputError("--reserve", text, "is no size", "give a size such as 24GiB, or a share such as 40%")
-    if 0 < number < _LEAST_SIZE:
-        remedy = f"write {text}% or {text}GiB"
-        raise InvalidInputError("--reserve", text, "is a number of bytes that reserves next to nothing", remedy)
-    return 0.0, math.ceil(number)
-
-
-def _gib(flag: str, gib: float) -> int:
-    if not 0 <= gib * 2**30 <= MAX_BYTES:
-        raise InvalidInputError(flag, gib, "is out of range", f"give a number from 0 to {MAX_BYTES >> 30}")
+def _bytes(flag: str, gib: float) -> int:
+    most = MAX_BYTES >> 30
+    require(0 <= gib <= most, flag, gib, "is out of range", f"give a number from 0 to {most}")
     return round(gib * 2**30)
 
 
-def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[PlanRequest, list[str]]:
-    """The request with the key statistics of files, and a line on each; notes name tables that do not meet."""
-    if not files:
-        return request, []
+def _reserved(text: str) -> tuple[float, int]:
+    """Part and bytes of the HBM that tables may not use, of a text such as `40%` or `24GiB`."""
+    number, is_share = quantity(text.removesuffix("%")), text.endswith("%")
+    if number is None or not 0 <= number <= (100 if is_share else MAX_BYTES):
+        remedy = "give a size such as 24GiB, or a share from 0% to 100%"
+        raise InvalidInputError("--reserve", text, "is no part of a rank's HBM", remedy)
+    if is_share:
+        return float(number) / 100, 0
+    what, remedy = "is a number of bytes that reserves next to nothing", f"write {text}% or {text}GiB"
+    require(not 0 < number < _LEAST_SIZE, "--reserve", text, what, remedy)
+    return 0.0, math.ceil(number)
+
+
+def read_statistics(files: Sequence[Path]) -> dict[str, KeyTrace]:
+    """The key statistics of all ranks, by table."""
     contents: dict[bytes, Path] = {}
     every = []
     for path in files:
-        flag = f"--statistics {path}"
-        try:
-            content = path.read_bytes()
-            every.append(key_statistics.loads(content))
-        except OSError as error:
-            remedy = "name a file that KeyStatistics.save wrote"
-            raise InvalidInputError(flag, error.strerror, "cannot be read", remedy) from None
-        except InvalidInputError as error:
-            raise InvalidInputError(flag, error.value, error.problem, error.remedy) from None
+        content = path.read_bytes()
         if content in contents:
             what = f"holds the same as {contents[content]}"
             raise InvalidInputError("--statistics", str(path), what, "give the file of each rank once")
         contents[content] = path
-    traces = key_statistics.merge(every)
+        try:
+            every.append(key_statistics.loads(content))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"--statistics {path}", error.value, error.problem, error.remedy) from None
+    return key_statistics.merge(every)
+
+
+def with_traces(traces: Mapping[str, KeyTrace], request: PlanRequest) -> tuple[PlanRequest, list[str]]:
+    """The request with key statistics, and a line on each; notes name tables that do not meet."""
     names = [table.name for table in request.tables]
     strange, without = [name for name in traces if name not in names], [name for name in names if name not in traces]
     if len(strange) == len(traces):
@@ -149,13 +142,9 @@ def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[Pla
     return request, lines
 
 
-def with_hot_rows_of(gib: float | None, request: PlanRequest) -> tuple[PlanRequest, list[str]]:
+def with_room_for_hot_rows(gib: float, request: PlanRequest) -> tuple[PlanRequest, list[str]]:
     """The request with less HBM for tables, by what hot rows take of it, and a line on those of each table."""
-    if gib is None:
-        return request, []
-    if not 0 <= gib <= _MOST_GIB:
-        raise InvalidInputError("--hot-rows-gib", gib, "is no part of a rank's HBM", f"give 0 to {_MOST_GIB}")
-    request, hot = with_hot_rows(request, int(gib * 2**30))
+    request, hot = with_hot_rows(request, _bytes("--hot-rows-gib", gib))
     return request, [
         f"{each.table}: {each.rows:,} hot rows in {each.hbm_bytes / 2**20:.1f} MiB of HBM; a rank sends "
         f"{each.all_to_all_bytes / 1e6:.1f} MB by All2All, {each.without_bytes / 1e6:.1f} MB without"
@@ -165,37 +154,32 @@ def with_hot_rows_of(gib: float | None, request: PlanRequest) -> tuple[PlanReque
 
 def check_outputs(outputs: Mapping[str, Path], tables: Path, request: PlanRequest) -> None:
     """Refuses files, by flag, that could not be made or written, or would be lost: before anything is planned."""
+    by_path: dict[Path, str] = {}
     for flag, path in outputs.items():
-        if path.exists() and path.samefile(tables):
-            raise InvalidInputError(flag, str(path), "is the file that is read", "name another")
-        for other, its in outputs.items():
-            if its == path and other != flag:
-                raise InvalidInputError(flag, str(path), f"is the file of {other} too", "name another")
+        its = by_path.setdefault(path, flag)
+        require(its == flag, flag, str(path), f"is the file of {its} too", "name another")
+        lost = path.exists() and path.samefile(tables)
+        require(not lost, flag, str(path), "is the file that is read", "name another")
     flag = "--sharding-plan"
     if module := outputs.get(flag):
-        if not (module.stem.isidentifier() and module.suffix == ".py"):
-            raise InvalidInputError(flag, str(module), "is no name of a Python module", "name it like sharding.py")
-        if request.runtime is not Runtime.TORCHREC:
-            what = f"is TorchRec's, and the runtime is {request.runtime.value}"
-            raise InvalidInputError(flag, str(module), what, "add --runtime torchrec, or leave it out for --code")
+        is_module = module.stem.isidentifier() and module.suffix == ".py"
+        require(is_module, flag, str(module), "is no name of a Python module", "name it like sharding.py")
+        what = f"is TorchRec's, and the runtime is {request.runtime.value}"
+        remedy = "add --runtime torchrec, or leave it out for --code"
+        require(request.runtime is Runtime.TORCHREC, flag, str(module), what, remedy)
         module_paths(request)
 
 
-def race(content: PlanFile, seconds: float, statistics: Sequence[Path], device: str) -> PlanFile:
+def race(content: PlanFile, seconds: float, traces: Mapping[str, KeyTrace], device: str) -> PlanFile:
     """The quickest of a plan and its contenders, trained on as many ranks of this machine as the plan is for."""
-    try:
-        import torch
+    import torch
 
-        from trainer_client.planning.clock import check_request, race_of_file
-        from trainer_client.planning.collective import run_on_ranks
-    except ModuleNotFoundError as error:
-        raise RuntimeError(f"--clock needs torch and TorchRec: {error}; install them, or leave it out") from None
-    if not 0 < seconds <= _LONGEST_CLOCK:
-        remedy = f"give the seconds that each plan is trained, up to {_LONGEST_CLOCK:g}"
-        raise InvalidInputError("--clock", seconds, "is no time", remedy)
+    from trainer_client.planning.clock import check_race, race_of_file
+    from trainer_client.planning.collective import run_on_ranks
+
     ranks = content.request.topology.ranks if device == "cpu" else torch.cuda.device_count()
-    check_request(content.request, ranks)
-    return run_on_ranks(race_of_file, ranks, device, content, list(statistics), seconds)
+    check_race(content.request, ranks, seconds)
+    return run_on_ranks(race_of_file, ranks, device, content, traces, seconds)
 
 
 def texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:

@@ -1,6 +1,9 @@
 """From a model to the planner and back: describe its tables, ask, and apply the plan to DynamicEmb or TorchRec.
 
-TorchRec and DynamicEmb are imported when they are used.
+`model` has the way in one call: `describe` the tables, look at batches (`statistics`) and at the `machine`, ask, let
+`clock` have plans race. `applying` makes of a plan what the libraries take. `trial` trains tables and times them, for
+`clock` and for `measuring`, which is for `evenkeel calibrate`. `collective` is what ranks do together. TorchRec and
+DynamicEmb are imported when they are used.
 """
 
 from evenkeel.key_statistics import with_statistics

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from evenkeel.placement import InvalidInputError
 
@@ -55,6 +54,11 @@ def on_all(make: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     return [one for one, _ in every]
 
 
+def is_true_anywhere(value: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether a value is true on any rank; the same answer on all."""
+    return any(on_all(lambda: value, group))
+
+
 def all_or_none(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """What `make` gives on this rank; where it fails on some, all raise."""
     made: list[T] = []
@@ -72,48 +76,45 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return made
 
 
-def run_on_ranks(work: Callable[..., T], ranks: int, kind: str, *arguments: object, limit_s: float | None = None) -> T:
-    """What `work(device, *arguments)` gives on the first of ranks of this host that torchrun starts for it.
+def run_on_ranks(work: Callable[..., T], ranks: int, kind: str, *arguments: object) -> T:
+    """What `work(device, *arguments)` gives on the first of ranks that are started on this host for it.
 
     Args:
         work: A function of a module.
         ranks: How many.
         kind: Of the devices, `cuda` or `cpu`.
         arguments: What it is given besides.
-        limit_s: Seconds that it may take.
 
     Raises:
-        RuntimeError: If it fails or takes longer.
+        RuntimeError: If it fails on a rank.
     """
-    module = work.__module__
-    with tempfile.NamedTemporaryFile() as file:
-        Path(file.name).write_bytes(pickle.dumps((work, kind, arguments)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", __spec__.name, file.name]
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{module} did not end on {ranks} ranks within {limit_s:g} s") from None
-        if ended.returncode:
-            lines = (ended.stdout + ended.stderr).strip().splitlines() or ["it said nothing"]
-            shown = next((line for line in lines if line.startswith("[rank") and "Error: " in line), lines[-1])
-            raise RuntimeError(f"{module} failed on {ranks} ranks (exit {ended.returncode}): {shown[:300]}")
-        result: T = pickle.loads(Path(file.name).read_bytes())
+            spawn(_on_rank, (ranks, kind, folder, work, arguments), nprocs=ranks)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            last = str(error).strip().splitlines()[-1]  # of a traceback
+            raise RuntimeError(f"{work.__name__} failed on {ranks} ranks: {last}") from None
+        result: T = pickle.loads(Path(folder, "result").read_bytes())
     return result
 
 
-def main() -> None:
-    """Does on a rank of torchrun what `run_on_ranks` wrote into a file, and puts there what came of it."""
-    file = Path(sys.argv[1])
-    work, kind, arguments = pickle.loads(file.read_bytes())
-    device = torch.device("cpu")
+def _on_rank(
+    rank: int, ranks: int, kind: str, folder: str, work: Callable[..., T], arguments: tuple[object, ...]
+) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):  # which are the command's
+        os.dup2(nowhere, output)
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    device, backend = torch.device("cpu"), "gloo"
     if kind == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device, backend = torch.device("cuda", rank), "nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+    store = f"file://{folder}/store"
+    bound = device if kind == "cuda" else None
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, device_id=bound)
     result = work(device, *arguments)
-    if dist.get_rank() == 0:
-        file.write_bytes(pickle.dumps(result))
+    if rank == 0:
+        Path(folder, "result").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
 
 
@@ -130,7 +131,3 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

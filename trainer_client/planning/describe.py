@@ -193,3 +193,8 @@ def features_of(model: nn.Module) -> dict[str, Sequence[str]]:
         remedy = "give the model before it is sharded, or the features of each table by its name"
         raise InvalidInputError("tables", type(model).__name__, "has no embedding collection of TorchRec", remedy)
     return result
+
+
+def in_short(names: Sequence[str], kind: str = "tables") -> str:
+    """The first few of some names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more {kind}" if len(names) > 3 else "")

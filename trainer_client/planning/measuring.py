@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import platform
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,16 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from evenkeel.placement import Mode, Sharding, plan
 from evenkeel.placement.calibration import StepSample, TablePart, request_of
 from evenkeel.placement.fields import encode
-from trainer_client.planning.clock import DenseWork, Trial, drawn_batches, wait
-from trainer_client.planning.collective import process_group, run_on_ranks
+from trainer_client.planning.collective import process_group
+from trainer_client.planning.machine import hbm_bytes
+from trainer_client.planning.trial import DenseWork, Trial, drawn_batches, wait
 
 ROW_BYTES = (128, 512, 2048)
 _K, _M = 1 << 10, 1 << 20
 _BLOCKS = 5
+_GATHER_S = 0.2
 _TWO = TablePart(count=2, rows=4 * _M, dim=128, ids=32, pooled=False)
 _BAGS = TablePart(count=4, rows=256 * _K, dim=64)
 _ROWS = TablePart(count=2, rows=256 * _K, dim=64, ids=10, pooled=False)
@@ -71,73 +72,41 @@ class _HostRows:
         self.__cuda_array_interface__ = {"shape": tuple(pinned.shape), "typestr": "<f4", "data": data, "version": 3}
 
 
-def median_seconds(work: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> float:
-    """Median time of `work`, in seconds, by events on CUDA and by the clock on the CPU."""
-    times = []
-    for number in range(warmup + repeats):
-        if device.type == "cuda":
-            event: Any = torch.cuda.Event
-            begin, end = event(enable_timing=True), event(enable_timing=True)
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            elapsed = float(begin.elapsed_time(end)) / 1e3
-        else:
-            start = time.perf_counter()
-            work()
-            elapsed = time.perf_counter() - start
-        if number >= warmup:
-            times.append(elapsed)
-    return statistics.median(times)
-
-
-def gather_rates(
-    device: torch.device, *, from_host: bool, table_bytes: int, gathered_rows: int, repeats: int
-) -> Iterator[list[float]]:
+def gather_rates(device: torch.device, *, from_host: bool, table_bytes: int) -> Iterator[tuple[int, float]]:
     """Row bytes and bytes per second of random-row gathers, for each row width."""
+    count = min(_M, max(256, table_bytes >> 13))
     for row_bytes in ROW_BYTES:
         rows, width = table_bytes // row_bytes, row_bytes // 4
         pinned = from_host and device.type == "cuda"
         source = torch.zeros(rows, width, device="cpu" if pinned else device, pin_memory=pinned)
         source = torch.as_tensor(_HostRows(source), device=device) if pinned else source
-        chosen = cycle([torch.randint(0, rows, (gathered_rows,), device=device) for _ in range(4)])
-        out = torch.empty(gathered_rows, width, device=device)
-
-        def gather(source: torch.Tensor = source, chosen: Any = chosen, out: torch.Tensor = out) -> None:
-            torch.index_select(source, 0, next(chosen), out=out)
-
-        yield [row_bytes, gathered_rows * row_bytes / median_seconds(gather, device, repeats)]
+        chosen = cycle([torch.randint(0, rows, (count,), device=device) for _ in range(4)])
+        given = {"torch": torch, "source": source, "chosen": chosen, "out": torch.empty(count, width, device=device)}
+        timer = Timer("torch.index_select(source, 0, next(chosen), out=out)", globals=given)
+        yield row_bytes, count * row_bytes / timer.blocked_autorange(min_run_time=_GATHER_S).median
 
 
-def measure(
-    device_name: str = "cuda",
-    *,
-    table_bytes: int = 4 << 30,
-    gathered_rows: int = 1 << 20,
-    repeats: int = 15,
-    progress: Callable[[str], None] = print,
-) -> dict[str, Any]:
+def measure(device: torch.device, *, table_bytes: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Gathers and, on a GPU with TorchRec, kernels by themselves, as plain values."""
-    device = torch.device(device_name)
     cuda = device.type == "cuda"
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or "CPU",
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "hbm_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else 0,
+        "hbm_bytes": hbm_bytes(device),
     }
-    sizes = {"table_bytes": table_bytes, "gathered_rows": gathered_rows, "repeats": repeats}
     for name, from_host in (("hbm_gather", False), ("host_gather", True)):
         progress(f"random gathers, {name}")
-        result[name] = list(gather_rates(device, from_host=from_host, **sizes))
+        result[name] = list(gather_rates(device, from_host=from_host, table_bytes=table_bytes))
     result["kernels"] = {}
     if cuda and can_measure_steps():
         progress("kernels")
         with process_group(device):
             records = measure_steps(KERNELS, torch.device("cuda", torch.cuda.current_device()))
         result["kernels"]["torchrec"] = [_of_one(record) for record in records]
+    if cuda:
+        torch.cuda.empty_cache()
     return result
 
 
@@ -180,12 +149,8 @@ def scaled(samples: Sequence[StepSample], scale: float) -> list[StepSample]:
     ]
 
 
-def measure_on_ranks(ranks: int, device: str, *, scale: float = 1.0, limit_s: float = 600.0) -> list[dict[str, Any]]:
-    """Starts ranks on this host, one a GPU, has them measure `STEPS`, and returns the records."""
-    return run_on_ranks(_measure_scaled, ranks, device, scale, limit_s=limit_s)
-
-
-def _measure_scaled(device: torch.device, scale: float) -> list[dict[str, Any]]:
+def measure_whole_steps(device: torch.device, scale: float) -> list[dict[str, Any]]:
+    """Records of `STEPS`, made smaller by a scale, on the ranks of the process group."""
     return measure_steps(scaled(STEPS, scale), device, seconds=6.0 if scale >= 1 else 0.2)
 
 

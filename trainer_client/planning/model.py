@@ -34,17 +34,18 @@ from evenkeel.plan_requests import DEFAULT_RESERVE
 from evenkeel.planner_client import PlannerClient
 from trainer_client.checks import is_whole
 from trainer_client.planning.applying import dynamicemb_constraints, parameter_constraints, sharding_plan
-from trainer_client.planning.clock import drawn_batches, run_race
+from trainer_client.planning.clock import run_race
 from trainer_client.planning.collective import all_or_none, from_first, group_size, in_group, process_group
 from trainer_client.planning.describe import (
     describe_model,
     embedding_modules,
-    features_of,
+    in_short,
     module_configs,
     naming,
 )
 from trainer_client.planning.machine import find_machines
 from trainer_client.planning.statistics import KeyStatistics, Observed, observe
+from trainer_client.planning.trial import drawn_batches
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -171,8 +172,16 @@ def plan_model(
         return _device(device), _ranks(topology, group)
 
     place, ranks = all_or_none(settle, group)
-    observed = observe(model, batches, ranks=ranks, most=max_batches, samples=samples_per_rank, group=group)
-    samples = observed.samples or samples_per_rank
+    observed = observe(
+        model,
+        batches,
+        ranks=ranks,
+        most=max_batches,
+        samples=samples_per_rank,
+        known=access or (),
+        group=group,
+    )
+    samples = observed.samples if samples_per_rank is None else samples_per_rank
 
     def make() -> tuple[PlanRequest, Plan, tuple[str, ...]]:
         described, notes = _describe(model, optimizer, ids_per_sample, access, observed, tables)
@@ -201,7 +210,7 @@ def plan_model(
                 request, curves = with_statistics(request, observed.traces)
                 moving = [name for name, curve in curves.items() if curve.is_drifting]
                 if moving:
-                    notes += (f"popular keys of {_shown(moving)} changed while they were observed: the plan may age",)
+                    notes += (f"popular keys of {in_short(moving)} changed while they were observed: the plan may age",)
             notes += assumed
             if samples is None:
                 notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
@@ -212,7 +221,7 @@ def plan_model(
             plan = (planner or PlannerClient.from_env()).plan(request)
         dense = [placed.table for placed in plan.placements if placed.sharding is Sharding.DATA_PARALLEL]
         if dense:
-            notes += (f"{_shown(dense)}: data-parallel, so not trained in backward, but by {_DENSE_PARAMETERS}",)
+            notes += (f"{in_short(dense)}: data-parallel, so not trained in backward, but by {_DENSE_PARAMETERS}",)
         return request, plan, notes
 
     request, plan, notes = from_first(make, group)
@@ -292,23 +301,11 @@ def _describe(
     unknown = [table.name for table in tables if table.name not in applied]
     notes: tuple[str, ...] = ()
     if unknown and optimizer is None:
-        notes += (f"the optimizer of {_shown(unknown)} is assumed to be adam: no other takes more memory",)
+        notes += (f"the optimizer of {in_short(unknown)} is assumed to be adam: no other takes more memory",)
     notes += observed.notes
     if blind := [table.name for table in tables if table.name not in observed.traces.keys() | (access or {}).keys()]:
-        notes += (f"nothing tells how keys of {_shown(blind)} are looked up: Zipf with exponent 1.05 is assumed",)
-    if quiet := [name for name, trace in observed.traces.items() if not trace.lookups]:
-        notes += (f"batches have no key of {_shown(quiet)}: planned as if nothing were ever looked up there",)
-    unused = _shown(observed.passed_over, "features")
-    others = f"; batches have features that no table takes: {unused}" if unused else ""
-    for name, features in features_of(model).items():
-        lacking = sorted(observed.missing.intersection(features))
-        if lacking and (name in observed.traces or name not in (access or {})):
-            notes += (f"no batch has feature {_shown(lacking, 'features')} of table {name}{others}",)
+        notes += (f"nothing tells how keys of {in_short(blind)} are looked up: Zipf with exponent 1.05 is assumed",)
     return tuple(replace(table, optimizer=applied.get(table.name, assumed)) for table in tables), notes
-
-
-def _shown(names: Sequence[str], kind: str = "tables") -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more {kind}" if len(names) > 3 else "")
 
 
 def _applied_optimizers(model: nn.Module) -> dict[str, Optimizer]:

@@ -7,12 +7,12 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge
 from evenkeel.placement import InvalidInputError
 from evenkeel.placement.plan_text import spans
 from trainer_client.planning.collective import all_or_none, group_size, in_group, on_all
-from trainer_client.planning.describe import features_of
+from trainer_client.planning.describe import features_of, in_short
 
 _AHEAD = 8
 _PATIENCE = 120.0
@@ -34,13 +34,12 @@ _BATCHES, _STEPS = 200, 16
 _REFERENCES = 2_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Features:
-    """Values of one `KeyedJaggedTensor` on the host, or on their way to it."""
+class _Keys(NamedTuple):
+    """Those of one `KeyedJaggedTensor` on the host, or on their way to it."""
 
+    names: Sequence[str]
     values: torch.Tensor
     lengths: torch.Tensor | Sequence[int]
-    names: Sequence[str]
     arrived: Any
 
 
@@ -176,22 +175,22 @@ class KeyStatistics:
                 raise RuntimeError(f"key statistics: a batch could not be read: {error}") from error
             self._reading.popleft()
 
-    def _count(self, step: list[_Features], samples: int) -> None:
+    def _count(self, step: list[_Keys], samples: int) -> None:
         batches = []
-        for features in step:
-            if features.arrived is not None:
-                features.arrived.synchronize()
-            lengths: Any = features.lengths
+        for names, values, lengths, arrived in step:
+            if arrived is not None:
+                arrived.synchronize()
+            by_name: Any = lengths
             if isinstance(lengths, torch.Tensor):
-                lengths = lengths.numpy().reshape(len(features.names), -1).sum(axis=1) if features.names else []
-            self._seen.update(features.names)
-            ends = np.cumsum(lengths, dtype=np.int64).tolist()
+                by_name = lengths.numpy().reshape(len(names), -1).sum(axis=1) if names else []
+            self._seen.update(names)
+            ends = np.cumsum(by_name, dtype=np.int64).tolist()
             runs = [
                 (table, begin, end)
-                for name, begin, end in zip(features.names, [0, *ends], ends, strict=False)
+                for name, begin, end in zip(names, [0, *ends], ends, strict=False)
                 for table in self._tables.get(name, ())
             ]
-            batches.append((features.values.numpy(), np.array(runs, dtype=np.int64).reshape(-1, 3)))
+            batches.append((values.numpy(), np.array(runs, dtype=np.int64).reshape(-1, 3)))
         self._sampler.observe(batches, samples)
 
 
@@ -207,29 +206,21 @@ def _run(work: queue.SimpleQueue[_Work | None]) -> None:
         del done, read  # or it would keep the statistics while it waits
 
 
-def _on_the_way(batch: Any) -> _Features:
-    """The batch's keys as they are on the host, or a copy that is under way there."""
-    values = batch.values().detach()
-    known = batch.length_per_key_or_none()
-    if known is None and batch.variable_stride_per_key():
-        known = batch.length_per_key()
-    lengths = batch.lengths().detach() if known is None else known
+def _on_the_way(batch: Any) -> _Keys:
+    """The batch's keys as they are on the host, or a copy that is under way there, into pinned memory."""
+    values, lengths = batch.values().detach(), batch.length_per_key_or_none()
+    if lengths is None:
+        lengths = batch.length_per_key() if batch.variable_stride_per_key() else batch.lengths().detach()
     if values.dtype not in _KINDS:
         values = values.to(torch.int64)
-    if values.device.type == "cpu":
-        return _Features(values.contiguous(), lengths, batch.keys(), None)
-    values = _fetched(values)
     if isinstance(lengths, torch.Tensor):
-        lengths = _fetched(lengths)
-    event: Any = torch.cuda.Event
-    arrived = event()
-    arrived.record()
-    return _Features(values, lengths, batch.keys(), arrived)
-
-
-def _fetched(values: torch.Tensor) -> torch.Tensor:
-    there = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    return there.copy_(values, non_blocking=True)
+        lengths = lengths.to("cpu", non_blocking=True)
+    copy, arrived = values.to("cpu", non_blocking=True).contiguous(), None
+    if values.device.type == "cuda":
+        event: Any = torch.cuda.Event
+        arrived = event()
+        arrived.record()
+    return _Keys(batch.keys(), copy, lengths, arrived)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,16 +229,12 @@ class Observed:
 
     Attributes:
         traces: Key statistics by table; none of tables whose features no batch has.
-        samples: Samples of a batch on the rank with the largest ones; 0 where nothing showed, or they are said.
-        missing: Features of tables that no batch has.
-        passed_over: Features of batches that belong to no table.
-        notes: What was assumed, in sentences.
+        samples: Samples of a batch on the rank with the largest ones; None where nothing showed.
+        notes: What is missing and what was assumed, in sentences.
     """
 
     traces: Mapping[str, KeyTrace]
-    samples: int = 0
-    missing: frozenset[str] = frozenset()
-    passed_over: tuple[str, ...] = ()
+    samples: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -258,9 +245,20 @@ def observe(
     ranks: int,
     most: int | None,
     samples: int | None,
+    known: Collection[str],
     group: dist.ProcessGroup | None,
 ) -> Observed:
-    """Read the batches of all ranks that have some. Collective where there is a group."""
+    """Read the batches of all ranks that have some. Collective where there is a group.
+
+    Args:
+        model: The model.
+        batches: Those of this rank.
+        ranks: Of the job.
+        most: Batches to read at most; by default as many as the job needs.
+        samples: Of a batch, where batches are not to tell.
+        known: Tables of which it is known how they are looked up.
+        group: The ranks that observe.
+    """
     brings = on_all(lambda: batches is not None, group)
     bringing = tuple(rank for rank, brought in enumerate(brings) if brought)
     if not bringing:
@@ -282,20 +280,22 @@ def observe(
 
     seen = [one for one, brought in zip(on_all(local, group), brings, strict=True) if brought]
     sizes, missing, passed_over = zip(*seen, strict=True)
-    notes: tuple[str, ...] = ()
+    traces = statistics.gather(group)
+    notes = []
     if len(bringing) < len(brings):
         named = f"rank{'s' * (len(bringing) > 1)} {spans(bringing)}"
-        notes += (f"batches are those of {named} of {len(brings)}: the others gave none",)
+        notes.append(f"batches are those of {named} of {len(brings)}: the others gave none")
     if samples is None and min(sizes) < max(sizes):
-        shown = f"{min(sizes)} to {max(sizes)}"
-        notes += (f"largest batches have {shown} samples: all ranks are planned with the most",)
-    return Observed(
-        traces=statistics.gather(group),
-        samples=max(sizes) if samples is None else 0,
-        missing=frozenset.intersection(*missing),
-        passed_over=tuple(sorted(frozenset.union(*passed_over))),
-        notes=notes,
-    )
+        notes.append(f"largest batches have {min(sizes)} to {max(sizes)} samples: all ranks are planned with the most")
+    if quiet := [name for name, trace in traces.items() if not trace.lookups]:
+        notes.append(f"batches have no key of {in_short(quiet)}: planned as if nothing were ever looked up there")
+    unused = in_short(sorted(frozenset.union(*passed_over)), "features")
+    others = f"; batches have features that no table takes: {unused}" if unused else ""
+    for name, features in features_of(model).items():
+        lacking = sorted(frozenset.intersection(*missing).intersection(features))
+        if lacking and (name in traces or name not in known):
+            notes.append(f"no batch has feature {in_short(lacking, 'features')} of table {name}{others}")
+    return Observed(traces=traces, samples=max(sizes) or None, notes=tuple(notes))
 
 
 def _read(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:

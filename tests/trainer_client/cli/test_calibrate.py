@@ -140,7 +140,6 @@ def test_a_profile_outlives_a_file_that_cannot_be_written(run: Run, tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "raw.json: cannot be read"),
         ('{"a": 1 "b"}', "raw.json: is no JSON: Expecting ',' delimiter"),
         ("nothing", "Expecting value"),
         ("5", "these are no measurements of a machine"),
@@ -149,16 +148,21 @@ def test_a_profile_outlives_a_file_that_cannot_be_written(run: Run, tmp_path: Pa
         ('{"kernels": {"torchrec": [{"mode": "FAST"}]}}', ""),
     ],
 )
-def test_what_are_no_measurements_is_refused(
-    run: Run, tmp_path: Path, flag: str, content: str | None, message: str
-) -> None:
-    if content is not None:
-        (tmp_path / "raw.json").write_text(content)
+def test_what_are_no_measurements_is_refused(run: Run, tmp_path: Path, flag: str, content: str, message: str) -> None:
+    (tmp_path / "raw.json").write_text(content)
     files = {"--raw": RAW, flag: tmp_path / "raw.json", "--output": tmp_path / "profile.json"}
     shown = run("calibrate", *(part for pair in files.items() for part in pair))
     assert (shown.exit_code, shown.stderr.startswith("error: "), message in shown.stderr) == (2, True, True), (
         shown.output
     )
+
+
+def test_files_that_are_not_there_are_refused(run: Run, tmp_path: Path) -> None:
+    for flag in ("--raw", "--dynamicemb-steps"):
+        shown = run("calibrate", flag, "lost.json", "--output", tmp_path / "profile.json")
+        assert (shown.exit_code, f"'{flag}': file 'lost.json' does not exist" in shown.stderr) == (2, True), (
+            shown.stderr
+        )
 
 
 def test_without_a_gpu_the_remedy_is_told(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -102,18 +101,17 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--topology", "z80x8"), "z80"),
     (("--hbm-gib", "nan"), "--hbm-gib: is out of range (got nan); give a number from 0 to"),
     (("--host-gib", "1e9"), "--host-gib: is out of range"),
-    *((("--reserve", text), "--reserve: is out of range") for text in ("101%", "NaN%")),
-    *((("--reserve", text), "--reserve: is no size") for text in ("-1", "much")),
-    (("--hot-rows-gib", "nan"), "--hot-rows-gib: is no part of a rank's HBM (got nan); give 0 to 1024"),
+    *((("--reserve", text), "--reserve: is no part of a rank's HBM") for text in ("101%", "NaN%", "-1", "much")),
+    (("--hot-rows-gib", "nan"), "--hot-rows-gib: is out of range (got nan); give a number from 0 to"),
     (("--hot-rows-gib", "1", "--runtime", "torchrec"), "runtime: has no hot rows (got 'torchrec')"),
     (("--reserve", "40"), "write 40% or 40GiB"),
     (("--profile", "{}/empty"), "write a hardware profile"),
     (("--output", "{}/tables.yaml"), "is the file that is read"),
-    (("--output", "{}/x", "--report", "{}/x"), "is the file of --report too"),
+    (("--output", "{}/x", "--report", "{}/x"), "is the file of --output too"),
     (("--sharding-plan", "{}/sharding.py", *NOBODY), "add --runtime torchrec, or leave it out for --code"),
     (("--runtime", "torchrec", "--sharding-plan", "{}/sharding.py", *NOBODY), "tables[0].group: is empty"),
     (("--runtime", "torchrec", "--sharding-plan", "{}/my-plan.py"), "no name of a Python module"),
-    (("--clock", "0", "--runtime", "torchrec"), "--clock: is no time"),
+    (("--clock", "0", "--runtime", "torchrec"), "clock: is no time"),
     (("--clock", "1", "--device", "cpu"), "runtime: is not run by the clock"),
     (("--planner", "https://127.0.0.1:9", "--tls-ca", "{}/empty"), "empty cannot be used"),
     *((("--planner", url), f"url is {url!r}; give http://host:port") for url in ("a:80", "http://[::1", "ftp://a")),
@@ -303,11 +301,7 @@ def test_the_same_request_gets_its_kept_plan(plan: Plan, tmp_path: Path) -> None
     assert json.loads(plan(*flags, "--samples", "77").stdout)["plan"]["status"] == "OPTIMAL"
 
 
-def test_the_clock_runs_the_plan_and_its_contenders(
-    run: Run, tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(forked_python))  # which is torchrun
-    monkeypatch.setenv("PYTHON_EXEC", str(forked_python))  # of its ranks
+def test_the_clock_runs_the_plan_and_its_contenders(run: Run, tmp_path: Path) -> None:
     tables, output = tmp_path / "tables.yaml", tmp_path / "plan.json"
     tables.write_text("- {name: a, rows: 40K, dim: 16, ids_per_sample: 4}\n- {name: b, rows: 4000, dim: 16}\n")
     flags = ["--runtime", "torchrec", "--topology", "h200x1", "--hbm-gib", "2.01", "--samples", "32"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,10 @@ from evenkeel.placement.request import with_time
 from evenkeel.plan_requests import unpacked, with_measured
 from tests.trainer_client.planning.test_model import Model, batches, keys_of
 from trainer_client.planning import load_sharding_plan, plan_model
-from trainer_client.planning.clock import DenseWork, Trial, contenders, drawn_batches, run_race
-from trainer_client.planning.measuring import KERNELS, STEPS, measure_on_ranks, measure_steps, scaled
+from trainer_client.planning.clock import contenders, run_race
+from trainer_client.planning.collective import run_on_ranks
+from trainer_client.planning.measuring import KERNELS, STEPS, measure_steps, scaled
+from trainer_client.planning.trial import DenseWork, Trial, drawn_batches
 
 CPU = torch.device("cpu")
 WORKSPACE = 2 << 30
@@ -225,13 +226,15 @@ def test_ranks_measure_a_step_and_its_host_part_and_agree_on_them() -> None:
     assert first[0]["kernels_s"] is None, "a CPU has no kernels of its own time"
 
 
-def test_ranks_that_fail_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no GPU is free\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(RuntimeError, match=r"failed on 2 ranks \(exit 3\): no GPU is free"):
-        measure_on_ranks(2, "cuda", limit_s=60)
+def _fail(device: torch.device, why: str) -> None:
+    print("standard output is not the ranks'")
+    raise OSError(f"{device.type} of {dist.get_world_size()} ranks: {why}")
+
+
+def test_ranks_that_fail_say_why(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"_fail failed on 1 ranks: OSError: cpu of 1 ranks: no GPU is free"):
+        run_on_ranks(_fail, 1, "cpu", "no GPU is free")
+    assert not capfd.readouterr().out
 
 
 def test_what_is_measured_tells_the_parts_of_a_step_apart() -> None:
