@@ -208,11 +208,7 @@ def planners(job: Job, device: torch.device, torcheasyrec: Any) -> dict[str, Pla
             proposers += [DynamicProgrammingProposer(), EmbeddingOffloadScaleupProposer()]
         return _torchrec_plan(job.request, hbm, device, proposers)
 
-    found: dict[str, Planner] = {
-        MODEL: by_model,
-        ALIKE: all_cached,
-        "TorchRec": torchrecs,
-    }
+    found: dict[str, Planner] = {MODEL: by_model, ALIKE: all_cached, "TorchRec": torchrecs}
     if torcheasyrec is not None:
         found["TorchEasyRec"] = lambda hbm: _torchrec_plan(
             job.request, hbm, device, [torcheasyrec.DynamicProgrammingProposer(), UniformProposer()], torcheasyrec

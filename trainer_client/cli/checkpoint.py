@@ -33,7 +33,7 @@ def _pairs(items: list[str] | None, option: str) -> dict[str, str]:
     for item in items or []:
         if "=" not in item:
             raise typer.BadParameter(f"{item!r} is not of the form TABLE=VALUE", param_hint=option)
-    return {name: value for name, _, value in (item.partition("=") for item in items or [])}
+    return dict(item.split("=", 1) for item in items or [])
 
 
 def _open(path: Path, from_routing: str | None, sizes: list[str] | None) -> Checkpoint:

@@ -41,12 +41,12 @@ def gain(
 
     A step is taken to last as long as its heaviest rank computes: of a job that waits for other things it is a bound.
     """
+    import numpy as np
+
+    from evenkeel.gain import estimate_gain
+
     with errors_in_a_sentence():
         linear, pairs = _cost(cost)
-        import numpy as np
-
-        from evenkeel.gain import estimate_gain
-
         values = _read(lengths, column)
         if not in_order:
             values = np.random.default_rng(0).permutation(values)

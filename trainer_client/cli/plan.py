@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainer_client.cli.common import TokenOption, errors_in_a_sentence, waiting, write
+from trainer_client.cli.common import CaOption, TokenOption, errors_in_a_sentence, waiting, write
 
 INFEASIBLE_EXIT = 3
 _TABLES_HELP = "YAML or JSON: a list of tables, a whole request, or a plan file."
@@ -49,7 +49,7 @@ def plan(
         str | None, typer.Option("--planner", "--url", envvar="EVENKEEL_PLANNER", help=_PLANNER_HELP)
     ] = None,
     cache: Annotated[Path | None, typer.Option(envvar="EVENKEEL_PLAN_CACHE", file_okay=False, help=_CACHE_HELP)] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="Authorities of the planner; EVENKEEL_TLS_CA.")] = None,
+    tls_ca: CaOption = None,
     token_file: TokenOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan file here.")] = None,
     report: Annotated[
@@ -80,9 +80,7 @@ def plan(
             hbm_gib=hbm_gib,
             host_gib=host_gib,
             reserve=reserve,
-            profile=None
-            if profile is None
-            else read(profile, "a hardware profile, as `evenkeel calibrate` writes it,"),
+            profile=None if profile is None else read(profile, "a hardware profile"),
             runtime=runtime,
             step={"samples_per_rank": samples, "dense_ms": dense_ms},
         )

@@ -105,7 +105,7 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--hot-rows-gib", "nan"), "--hot-rows-gib: is out of range (got nan); give a number from 0 to"),
     (("--hot-rows-gib", "1", "--runtime", "torchrec"), "runtime: has no hot rows (got 'torchrec')"),
     (("--reserve", "40"), "write 40% or 40GiB"),
-    (("--profile", "{}/empty"), "write a hardware profile"),
+    (("--profile", "{}/empty"), "write a hardware profile into it"),
     (("--output", "{}/tables.yaml"), "is the file that is read"),
     (("--output", "{}/x", "--report", "{}/x"), "is the file of --output too"),
     (("--sharding-plan", "{}/sharding.py", *NOBODY), "add --runtime torchrec, or leave it out for --code"),
