@@ -1,4 +1,7 @@
-"""`evenkeel COMMAND`: what a user does from a terminal.
+"""`evenkeel COMMAND`: what a user does from a terminal. Each command has a file of its name.
+
+`plan` is its options; `plan_io` makes a request of them and of files, which `files` reads, and shows the answer.
+`balancer_checks` are those of `doctor` that go over the network. `common` is what several commands share.
 
 Commands import what they need when they run: the list of them appears at once, and `evenkeel plan` needs neither torch
 nor grpcio.

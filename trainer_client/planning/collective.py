@@ -90,7 +90,7 @@ def run_on_ranks(work: Callable[..., T], ranks: int, kind: str, *arguments: obje
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_on_rank, (ranks, kind, folder, work, arguments), nprocs=ranks)
+            spawn(_on_rank, (ranks, kind, folder, work, arguments), nprocs=ranks)  # type: ignore[no-untyped-call]
         except (ProcessRaisedException, ProcessExitedException) as error:
             last = str(error).strip().splitlines()[-1]  # of a traceback
             raise RuntimeError(f"{work.__name__} failed on {ranks} ranks: {last}") from None

@@ -245,6 +245,8 @@ def test_a_service_behind_tls_and_a_token_gives_the_same_plan(
         assert (lost.exit_code, "404" in lost.stderr) == (2, True)
         monkeypatch.setenv("EVENKEEL_PLANNER", url)
         by_environment = plan(*flags)
+        found = {each["check"]: each for each in json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)}
+        assert found["planner"]["text"] == "ready", found
     refused = plan(*flags)
     assert (refused.exit_code, f"{url}/v1/plans" in refused.stderr) == (2, True)
     here = plan(*flags, "--planner", "embedded")
