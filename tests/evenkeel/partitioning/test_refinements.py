@@ -17,7 +17,7 @@ from evenkeel.partitioning.rounds import RoundPlan, partition_batches
 from evenkeel.partitioning.split_search import split_heavy
 from evenkeel.partitioning.splits import SpanCosts, SplitOptions, table_of
 from tests.evenkeel.partitioning.instances import round_of
-from tests.evenkeel.partitioning.reference import Traffic, rows_of
+from tests.evenkeel.partitioning.reference import Traffic
 
 
 def plan_of(call: dict[str, Any]) -> RoundPlan:
@@ -47,24 +47,6 @@ def test_giants_of_all_batches_meet_in_one(num_steps: int, cost: int, most: int)
         assert len(set(plan.destinations[heavy].tolist())) == num_steps
         assert np.count_nonzero(plan.steps != call["steps"]) == 2 * (num_steps - 1)  # and what made room for them
     assert (plan_of(call | {"stay": True}).steps == call["steps"]).all()
-
-
-@pytest.mark.parametrize(("ranks", "samples", "share"), [(8, 16, 0.75), (8, 128, 0.25), (64, 128, 0.2)])
-def test_users_dealt_out_over_all_ranks_come_together_again(ranks: int, samples: int, share: float) -> None:
-    rows, rows_before = 0.0, 0.0
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        of_user = np.repeat(np.arange(ranks * samples // 8), rng.integers(4, 30, ranks * samples // 8))
-        users = np.sort(of_user[: ranks * samples].reshape(samples, ranks).T, axis=1).ravel()
-        lengths = np.clip(rng.lognormal(7.9, 1.07, users.max() + 1), 10, 4096).astype(np.int64)[users]
-        call = {
-            "costs": lengths * (12_000 + lengths), "sizes": lengths, "homes": np.repeat(np.arange(ranks), samples),
-            "num_ranks": ranks, "users": users,
-        }  # fmt: skip
-        plan, without = plan_of(call), plan_of({**call, "users": None})
-        rows += rows_of(users, lengths, plan.destinations)
-        rows_before += rows_of(users, lengths, without.destinations)
-    assert rows < share * rows_before
 
 
 def planned(
@@ -135,22 +117,6 @@ def test_small_rounds_are_near_the_best_plan(
     time = (found.batches[0] if plan is None else plan.figures).max_load_after
     assert time >= best * (1 - 1e-12)
     assert time <= 1.3 * best + 4 + 9 * per_pair  # a position is the least that can be moved
-
-
-def test_giants_are_shared_evenly_inside_a_node() -> None:
-    lengths = np.full(64, 500)
-    lengths[[5, 40]] = 60_000
-    spans = SpanCosts.of(lengths, per_position=5120, per_pair=2)
-    found, plan = planned(
-        spans, np.repeat(np.arange(16), 4), 16, SplitOptions(within=100, between=50_000), nodes=np.arange(16) // 8,
-        counts="free",
-    )  # fmt: skip
-    assert isinstance(found, RoundPlan)
-    even = spans.whole.sum() / 16
-    assert plan.figures.split_samples == 2
-    assert plan.figures.exchanged_between_nodes == 0
-    assert found.batches[0].lower_bound > 6 * even
-    assert plan.loads_after.max() < 1.05 * even
 
 
 def test_where_the_exchange_takes_longer_samples_stay_whole() -> None:

@@ -16,7 +16,6 @@ from tests.trainer_client.balancing.jobs import (
     STEPS,
     balancer_of,
     cost_of,
-    run_in_turn,
     source,
 )
 from trainer_client import BalancedLoader
@@ -39,24 +38,10 @@ def long_steps(rank: int) -> tuple[int, float]:
 
 
 def test_a_rank_that_has_left_holds_nobody_up_from_where_it_waits() -> None:
-    read, ((first, waited), (second, _)) = run_in_turn(2, (after_the_end,), (long_steps,))
-    assert read == [({"embedded": 3, "end": 1, "before": 0}, ["False"])] * 2
+    (first, waited), (second, _) = run_ranks(2, long_steps)
     assert first == 1
     assert 1 < second < STEPS
     assert waited > 0.1  # in the barrier, not in the loop
-
-
-def after_the_end(rank: int) -> tuple[dict[str, int], list[str]]:
-    """Counters, which can be read before the first batch and after `close`."""
-    balancer = balancer_of(None)
-    loader = BalancedLoader(source(rank, 0, 3), balancer, cost=cost_of, spec=SPEC)
-    empty = sum(loader.counters.rounds.values())
-    for _ in loader:
-        pass
-    balancer.close()
-    return {str(mode): count for (mode, _), count in loader.counters.rounds.items()} | {"before": empty}, [
-        str(loader.counters.breaker_open)
-    ]
 
 
 class TooLongError(Exception):

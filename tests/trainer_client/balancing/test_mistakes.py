@@ -175,13 +175,7 @@ MISTAKES = {
         ValueError, "another has rows: int64[5], 1 rows per sample; use window=1, or pad them alike",
     ),
     "padding that is not declared": Mistake(
-        lambda rank: loop(padded([(9, 2)[rank]])), SchemaMismatchError,
-        "batches differ between ranks: rank 0 has rows: int64[9], 1 rows per sample; rank 1 has rows: int64[2], 1 rows "
-        "per sample; if 'rows' is padded to the longest sample of its batch, declare it in BatchSpec.padded",
-    ),
-    "other shared values": Mistake(
-        lambda rank: loop([{"id": ids(1), "t": torch.ones(2) * rank}], spec=BatchSpec(shared=["t"])),
-        SchemaMismatchError, "shared values differ between ranks: 't' is float32[2] of digest",
+        lambda rank: loop(padded([(9, 2)[rank]])), SchemaMismatchError, "declare it in BatchSpec.padded",
     ),
     "not submitted": Mistake(not_submitted, ValueError, "batch sizes disagree", ranks=(0,)),
     "users that are none": Mistake(
@@ -259,8 +253,6 @@ def of_peers(rank: int, what: str) -> None:
     batches = [make_batch(dp, step, 4) for step in range(3)]
     if what == "values" and rank == 3:
         batches[0]["id"] = batches[0]["id"] + 1
-    if what == "first" and rank == 1:
-        batches.clear()
     if what == "grid":
         peers = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "tp"))
@@ -270,7 +262,6 @@ def of_peers(rank: int, what: str) -> None:
 
 OF_PEERS: dict[str, tuple[type[Exception], str]] = {
     "values": (PeersDifferError, "in round 0 rank 3 has other samples than rank 2"),
-    "first": (PeersDifferError, "in round 0 rank 1 has no batch where rank 0 has one"),
     "grid": (ValueError, "do not fit those of others"),
 }
 

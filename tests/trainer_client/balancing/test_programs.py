@@ -44,6 +44,7 @@ class Loop:
     inner: tuple[int, ...] | None  # batches that each rank takes of another loader within its first step
     ahead: int | None  # None: a `BalancedLoader`; else a loop by hand, which submits so many batches ahead
     drop_last: bool
+    users: bool  # whether it says whose samples they are
     invalid: int  # the step at which the first data's costs cannot be used; below 0: none
     pauses: tuple[int, ...]  # milliseconds that a step takes
 
@@ -114,7 +115,8 @@ def programs(draw: st.DrawFn) -> Program:
         leaves = each(st.integers(least, MOST + 3)) | st.just((MOST + 1,) * ranks)
         pauses = each(st.sampled_from([0, 0, 1, 5]))
         how, invalid = each(st.sampled_from(hows)), st.integers(-4, 3)
-        return st.builds(Loop, each(sizes, 2 if peers else ranks), leaves, how, inner, ahead, drops, invalid, pauses)
+        data = each(sizes, 2 if peers else ranks)
+        return st.builds(Loop, data, leaves, how, inner, ahead, drops, st.booleans(), invalid, pauses)
 
     any_way = loops((BREAK, RAISE, *FAILS, KEEP), drops=st.booleans())
     kinds = [any_way, any_way, any_way, loops((BREAK, KEEP), least=1, inner=each(TAKEN))]
@@ -123,6 +125,7 @@ def programs(draw: st.DrawFn) -> Program:
     options = {
         "depth": draw(st.integers(1, 5)), "window": window, "min_samples": draw(st.integers(0, 2)),
         "counts": draw(st.sampled_from(["equal", "free"])), "strategy": draw(st.sampled_from(["minimal_move", "lpt"])),
+        "memory_caps": draw(st.sampled_from([None] * 5 + [[1.0] * (2 if peers else ranks)])),  # bytes
     }  # fmt: skip
     others = {"depth": draw(st.integers(1, 5)), "window": draw(st.integers(1, 3))}
     address = draw(st.sampled_from([None, "service", "off"]))
@@ -171,19 +174,21 @@ def run(rank: int, program: Program, address: str) -> Ledger:
     held: list[Any] = []
     group: Any = mesh()["dp"] if program.peers else group_of(program.ranks)
     where = address if program.address == "service" else program.address
-    with balancer_of(
-        where, "programs", process_group=group, **(program.others if rank else program.options)
-    ) as balancer:
+    of_rank: Any = program.others if rank else program.options
+    one, other = (balancer_of(where, "programs", process_group=group, **of_rank) for _ in range(2))
+    with one, other:
         for number, loop in enumerate(program.loops):
             try:
-                run_loop(rank, program, number, balancer, ledger, held)
+                run_loop(rank, program, number, (one, other), ledger, held)
             except (KeyError, OSError, BatchError):
                 assert loop.how[rank] in (*FAILS, RAISE)
     return ledger
 
 
-def run_loop(rank: int, program: Program, number: int, balancer: Balancer, ledger: Ledger, held: list[Any]) -> None:
-    loop = program.loops[number]
+def run_loop(
+    rank: int, program: Program, number: int, balancers: tuple[Balancer, Balancer], ledger: Ledger, held: list[Any]
+) -> None:
+    loop, (balancer, other) = program.loops[number], balancers
     leaves, how = loop.leaves[rank], loop.how[rank]
     batches = program.batches(program.data_of(rank), number)
     fails = how in FAILS and leaves < len(batches)
@@ -201,7 +206,8 @@ def run_loop(rank: int, program: Program, number: int, balancer: Balancer, ledge
     def steps() -> Iterator[Any]:
         if loop.ahead is None:
             data = data_that_fails(batches, how, leaves) if fails and how != COST else batches
-            loader = BalancedLoader(data, balancer, cost=cost, spec=SPEC, drop_last=loop.drop_last)
+            users = (lambda batch: batch["id"] // 3) if loop.users else None
+            loader = BalancedLoader(data, balancer, cost=cost, users=users, spec=SPEC, drop_last=loop.drop_last)
             for batch in loader:
                 yield batch, loader.report
         else:
@@ -214,7 +220,8 @@ def run_loop(rank: int, program: Program, number: int, balancer: Balancer, ledge
         if loop.ranks_meet:
             dist.all_reduce(torch.ones(1), group=group_of(program.ranks))
         if loop.inner is not None and taken == 1:
-            run_inner(program, INNER + number, rank, balancer, ledger, loop.inner[rank])
+            inner = (balancer, "inner") if number % 2 else (other, "train")  # of which neither waits for the other
+            run_inner(program, INNER + number, rank, inner, ledger, loop.inner[rank])
         if taken >= leaves and how not in FAILS:
             held += [iterator] if how == KEEP else []
             if loop.ahead is not None:
@@ -238,10 +245,10 @@ def by_hand(balancer: Balancer, batches: list[Any], cost: Any, ahead: int) -> It
         yield moved, ticket.report
 
 
-def run_inner(program: Program, number: int, rank: int, balancer: Balancer, ledger: Ledger, most: int) -> None:
-    ledger[number] = []
+def run_inner(program: Program, number: int, rank: int, of: tuple[Balancer, str], ledger: Ledger, most: int) -> None:
+    ledger[number], (balancer, name) = [], of
     batches = program.batches(program.data_of(rank), number)
-    loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC, name="inner")
+    loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC, name=name)
     for batch, _ in zip(loader, range(most), strict=False):
         take(program, ledger[number], batch, loader.report)
 
@@ -258,12 +265,13 @@ def take(program: Program, steps: list[Step], batch: dict[str, Any], report: Any
         "name": list(batch["name"]) == [f"u{one}" for one in ids],
         "order": ids == sorted(ids) or not program.widens,  # by home, and place at home
         "load": report.own_load == load or report.reason.value == "invalid_costs" or program.address == "off",
-        "mode": report.mode.value in MODES.get(program.address, ()) or report.reason.value == "invalid_costs",
+        "mode": report.mode.value in MODES.get(program.address, ()) or report.reason.value in UNPLANNED,
     }
     wrong = [name for name, is_so in as_loaded.items() if not is_so]
     steps.append(Step(ids, width, report.reason.value, report.loss_scale, report.mean_loss_scale, wrong))
 
 
+UNPLANNED = ("invalid_costs", "partition_failed")
 MODES = {None: ("embedded",), "service": ("service",), "off": ("identity", "spread")}
 
 
@@ -330,7 +338,9 @@ def check_window(
     dropped = sum(len(batch["id"]) for own in of_window for at, batch in enumerate(own, first) if at not in steps)
     assert set(found) <= set(wanted), "a sample came in another window"
     assert len(found) == len(wanted) - dropped, "a sample was lost"  # which ones are dropped is free
-    stays = 0 <= invalid - first < len(of_window[0]) and len(of_window[0][invalid - first]["id"]) > 0
+    reason = "partition_failed" if wanted and program.options["memory_caps"] else ""
+    if 0 <= invalid - first < len(of_window[0]) and len(of_window[0][invalid - first]["id"]) > 0:
+        reason = "invalid_costs"
     for at, step in enumerate(steps):
         ranks = [rank[at] for rank in taken]
         counts = [len(rank.ids) for rank in ranks]
@@ -339,15 +349,15 @@ def check_window(
             batch = own[step] if step < len(own) else {"id": torch.zeros(0), "rows": torch.zeros(0, rank.width)}
             assert rank.scale == (len(ranks) / sum(counts) if sum(counts) else 0.0)
             assert rank.mean_scale == pytest.approx(rank.scale * len(rank.ids))
-            assert (rank.reason == "invalid_costs") == (stays and program.address != "off")
-            at_home = (stays or program.address == "off") and not program.options["min_samples"]
+            assert program.address == "off" or (rank.reason if rank.reason in UNPLANNED else "") == reason
+            at_home = (reason or program.address == "off") and not program.options["min_samples"]
             assert not at_home or rank.ids == batch["id"].tolist()
             wider = 3 + 2 * step if program.widens else 3
             assert rank.width == (wider if sum(counts) else batch["rows"].shape[1])
 
 
-NOTHING = Loop(((), ()), (1, 1), (BREAK, BREAK), None, 1, drop_last=False, invalid=-1, pauses=(0, 0))
-NO_DATA = Program(2, False, None, {"depth": 2, "window": 1, "min_samples": 0}, {}, [NOTHING] * 2)
+NOTHING = Loop(((), ()), (1, 1), (BREAK, BREAK), None, 1, drop_last=False, users=False, invalid=-1, pauses=(0, 0))
+NO_DATA = Program(2, False, None, {"depth": 2, "window": 1, "min_samples": 0, "memory_caps": None}, {}, [NOTHING] * 2)
 
 
 @example(program=NO_DATA)

@@ -1,4 +1,4 @@
-"""What is read of a batch: costs, and items of samples that may be split."""
+"""What is read of a batch: costs, users, and items of samples that may be split; and of a step: what it took."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from evenkeel.partitioning import partition
 from evenkeel.partitioning.splits import spans_of
 from trainer_client import BatchSpec, HSTUCost
 from trainer_client.balancing.batches.flatten import flatten
-from trainer_client.balancing.reading import read_costs
+from trainer_client.balancing.contribution import Measure
+from trainer_client.balancing.reading import Measured, read_costs, read_users
 from trainer_client.balancing.splitting import divisible_samples
 
 
@@ -107,3 +108,31 @@ def test_items_come_behind_the_context(context: int, candidates: int, includes: 
     assert table is not None
     assert table[:, :2].tolist() == [[1, context]]
     assert spans_of(table).positions.tolist() == [context + 400 + (0 if includes else candidates)]
+
+
+def test_numbers_of_users_keep_them_apart() -> None:
+    small = np.arange(100_000)
+    assert (read_users(small, small.size) == small).all()
+    for users in (small << 32, (small << 32) + small, -small, small * 0x1234_5678_9ABC, (small % 256 << 32) + small):
+        assert np.unique(read_users(users, users.size)).size > 0.999 * np.unique(users).size
+    assert read_users(np.array([2**64 - 1, 5], np.uint64), 2)[1] == 5
+    assert read_users([], 0).size == 0
+    for wrong, text in (
+        ([1.0, np.nan], "users returned float64 values; return whole numbers"),
+        ([[1, 2]], "users returned shape .* for 2 samples; return one number for each sample"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            read_users(wrong, 2)
+
+
+def test_a_measure_is_sent_once_and_is_the_mean_of_several_without_those_that_tell_nothing() -> None:
+    measured = Measured()
+    measured.add(10, 1.0, 0.5)
+    measured.add(30, torch.tensor(2.0), 0.7, 0.4)  # type: ignore[arg-type]
+    wrong: list[Any] = ["1", None, [1.0], torch.ones(2), math.nan, math.inf, 0.0, -1.0]
+    for nothing in [(2.0, one) for one in wrong] + [(0, 1.0), (math.inf, 1.0), (5, 1.0, -1.0), (5, 1.0, 0.0, math.nan)]:
+        measured.add(*nothing)
+    assert measured.take() == pytest.approx((20.0, 1.5, 0.6, 0.2, 0.0))
+    assert measured.take() == Measure()
+    measured.add(2.0, torch.tensor(0.5))  # type: ignore[arg-type]
+    assert measured.take() == Measure(2.0, 0.5)

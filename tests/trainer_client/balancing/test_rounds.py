@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ from tests.trainer_client.balancing.jobs import (
     make_batch,
     run_in_turn,
 )
-from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import kernels
 
 
@@ -40,30 +38,6 @@ def test_a_mean_over_no_samples_is_warned_of_once() -> None:
     assert not said
     assert len(warned) == 1
     assert "a mean over none is NaN" in warned[0]
-
-
-def unplanned(rank: int) -> tuple[list[str], list[RoundReport]]:
-    said = logged()
-    data = [{"tokens": torch.tensor([5, 9, 2])} for _ in range(9)]
-    with balancer_of(None, "unplanned") as balancer:
-        loader = BalancedLoader(data, balancer, cost=lambda batch: batch["tokens"] * (-1 if rank == 1 else 1))
-        reports = [loader.report for _ in loader]
-    assert {report.mode.value for report in reports} == {"identity"}
-    return said, reports
-
-
-def test_costs_that_cannot_be_used_are_told_by_their_rank_and_the_first_again_and_again() -> None:
-    results = run_ranks(3, unplanned)
-    for rank, (_, reports) in enumerate(results):
-        for report in reports:
-            np.testing.assert_equal(report.home_load, np.nan if rank == 1 else 16.0)
-            np.testing.assert_equal(report.own_load, np.nan if rank == 1 else 16.0)
-            assert np.isnan([report.imbalance_before, report.imbalance, report.max_load, report.lower_bound]).all()
-    first, own, other = (said for said, _ in results)
-    assert own == other == []  # the lead says it for all
-    why = r"the costs of rank\(s\) 1 cannot be used: .*must be finite and at least 0"
-    counts = [re.search(rf"stays unbalanced \((\d+) so far\): .*{why}", line) for line in first]
-    assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]
 
 
 def _submits_by_hand(rank: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import balancer_of, logged, run_in_turn
-from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
+from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions
 from trainer_client.balancing.pipelines import balanced_batches
 
 HSTU = HSTUCost(num_layers=1, width=8, num_heads=1, head_dim=4, history=["count", "count"], context=2, candidates=3)
@@ -38,7 +38,6 @@ class Splits:
     steps: int = 4
     giant: int = 400
     every: int = 2  # steps, of which one has a giant
-    tokens: bool = False  # the cost counts tokens
     options: BalanceOptions = field(default_factory=options)
 
     def batch(self, rank: int, step: int) -> dict[str, torch.Tensor]:
@@ -54,17 +53,13 @@ class Splits:
             "tags": sample.repeat_interleave(tags),
         }  # fmt: skip
 
-    @property
-    def cost(self) -> Any:
-        return TokenCost(tokens=["count", "count"]) if self.tokens else HSTU
-
 
 def train(rank: int, job: Splits) -> list[dict[str, Any]]:
     """What a rank gets, step by step."""
     batches = [job.batch(rank, step) for step in range(job.steps)]
     records = []
     with balancer_of(job.address, job.name, options=job.options) as balancer:
-        loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC)
+        loader = BalancedLoader(batches, balancer, cost=HSTU, spec=SPEC)
         for batch in loader:
             ends = batch["count"].cumsum(0).tolist()
             starts = [0, *ends[:-1]]
@@ -100,14 +95,14 @@ def check(job: Splits, results: list[list[dict[str, Any]]]) -> None:
         ids = torch.cat([batch["id"] for batch in loaded]).tolist()
         found = []
         for records in ([result[step] for result in results] for step in steps):
-            found += check_step(job, records)
+            found += check_step(records)
         whole = [(one, [1000 * one + at for at in range(count)]) for one, count in zip(ids, counts, strict=True)]
         assert sorted(found) == sorted(whole)
         tags = sorted(tag for step in steps for result in results for tag in result[step]["tags"])
         assert tags == sorted(torch.cat([batch["tags"] for batch in loaded]).tolist())
 
 
-def check_step(job: Splits, records: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
+def check_step(records: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
     """Samples of a step of all ranks, and their items; checks what each says of splits."""
     splits = records[0]["splits"]
     assert all(record["splits"] == splits for record in records)
@@ -125,8 +120,8 @@ def check_step(job: Splits, records: list[dict[str, Any]]) -> list[tuple[int, li
         assert len(set(ids)) == 1
         found.append((ids[0], [item for row in rows for item in row]))
         for number, (piece, row) in enumerate(zip(sample.pieces, rows, strict=True)):
-            context = 0 if job.tokens or number else 2
-            candidates = 0 if job.tokens or number + 1 < len(rows) else 3
+            context = 0 if number else 2
+            candidates = 0 if number + 1 < len(rows) else 3
             assert len(piece) == context + 2 * len(row) + candidates
     return [*found, *left.values()]
 
@@ -143,13 +138,6 @@ def test_the_service_and_the_ranks_alone_split_samples(balancer: ServiceProcess)
             assert record["exchanged"] > 0
 
 
-def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained() -> None:
-    caps = options(memory_caps=[5000.0] * 2, split=SplitOptions(above=100.0, fixed=1e9), counts="free")
-    (results,) = run(Splits("caps", None, ranks=2, steps=2, tokens=True, options=caps))
-    assert [record["split"] for record in results[0]] == [1, 0]
-    assert results[0][0]["whole"] == 0
-
-
 def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]]:
     """Loops that ask for splits and that do not; what was said, scales of loops by hand, and loads that they timed."""
     job, said = Splits("asked", None, ranks=2), logged()
@@ -157,13 +145,13 @@ def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]
     scales, loads = [], []
     with Balancer.embedded(options=job.options) as balancer:
         for name in ("ignores", "asks"):
-            loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC, name=name)
+            loader = BalancedLoader(batches, balancer, cost=HSTU, spec=SPEC, name=name)
             assert sum(len(loader.splits) for _ in loader if name == "asks") == (name == "asks") * 2
         for balanced in balanced_batches(loader):
             assert balanced.splits == loader.splits
         for name in ("ignores by hand", "asks by hand"):
             for batch in batches:
-                ticket = balancer.submit(batch, cost=job.cost, spec=SPEC, loader=name)
+                ticket = balancer.submit(batch, cost=HSTU, spec=SPEC, loader=name)
                 with pytest.raises(RuntimeError, match="report is known when"):
                     _ = replace(ticket, future=Future()).report
                 moved = balancer.redistribute(batch, ticket, loader=name)  # by the spec that was submitted
@@ -172,7 +160,7 @@ def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]
                 scales.append((ticket.report.loss_scale, 2 / ticket.report.samples))
                 loads.append(balancer.stream(name).measured.take().load - ticket.report.own_load)
                 assert name == "ignores by hand" or len(ticket.splits) == ticket.report.split_samples
-            ticket = balancer.submit(None, cost=job.cost, loader=name)
+            ticket = balancer.submit(None, cost=HSTU, loader=name)
             assert balancer.redistribute(None, ticket, loader=name) is None
             with pytest.raises(RuntimeError, match="no report"):
                 _ = ticket.report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from evenkeel.partitioning.rounds import RankSamples
+from evenkeel.partitioning.speeds import ALL_EQUAL
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client import BalanceOptions
 from trainer_client.balancing.asking import FIRST_PAUSE, Breaker
@@ -125,6 +127,43 @@ def test_a_plan_that_cannot_be_made_leaves_samples_at_home_and_says_why(caplog: 
     assert first.reports[0].own_load == first.reports[0].home_load == 400
     assert first.reports[0].imbalance == pytest.approx(400 / 136)
     assert "stays unbalanced (1 so far)" in caplog.text
+
+
+def test_costs_that_cannot_be_used_are_told_by_their_rank_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    one, given = lead(), contributions()
+    given[1] = replace(given[1], invalid=True, extras=Extras(problem="must be finite"))
+    for number in range(9):
+        table = one.directives(one.begin(number, Contributions.of(given)))
+        for rank in range(RANKS):
+            (report,) = read_directive(table[rank], number=number, rank=rank).reports
+            assert (report.mode, report.reason) == (Mode.IDENTITY, Reason.INVALID_COSTS)
+            np.testing.assert_equal([report.home_load, report.own_load], [(400, np.nan, 4)[rank]] * 2)
+            assert np.isnan([report.imbalance_before, report.imbalance, report.max_load, report.lower_bound]).all()
+    said = [record.getMessage() for record in caplog.records]
+    assert all("rank(s) 1" in line and "must be finite" in line for line in said)
+    assert [re.findall(r"\((\d+) so far\)", line) for line in said] == [["1"], ["2"], ["4"], ["8"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_learned", "share"),
+    [({}, True, 3 * 0.5 / 2.5), ({"learn_speeds": False}, False, 1.0), ({"speeds": [1, 0.5, 1]}, False, 3 * 0.5 / 2.5)],
+)
+def test_a_slow_rank_gets_less_to_do_unless_that_is_off_or_said(
+    options: dict[str, Any], is_learned: bool, share: float
+) -> None:
+    one, loads, learned = lead(counts="free", **options), np.ones(RANKS), ALL_EQUAL
+    costs = {"costs": np.full(24, 10), "lengths": np.zeros((24, 0)), "sizes": np.full(24, 8), "batch_sizes": (24,)}
+    for number in range(40):
+        seconds = loads * (1, 2, 1)
+        given = [
+            replace(each, samples=RankSamples(**costs), measured=Measure(load=loads[rank], seconds=seconds[rank]))
+            for rank, each in enumerate(contributions())
+        ]
+        table = one.directives(one.begin(number, Contributions.of(given)))
+        reports = [read_directive(row, number=number, rank=rank).reports[0] for rank, row in enumerate(table)]
+        loads, learned = np.array([report.own_load for report in reports]), reports[0].learned
+    assert loads[1] / loads.mean() == pytest.approx(share, abs=0.05)
+    assert [(slow.rank, slow.speed) for slow in learned.stragglers] == [(1, 0.5)] * is_learned
 
 
 @pytest.mark.parametrize("fails", [False, True])
