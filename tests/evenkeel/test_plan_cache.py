@@ -153,17 +153,6 @@ def test_what_is_no_whole_plan_of_the_request_is_planned_again_and_replaced(tmp_
         assert counted.plans == number + 2
 
 
-def test_a_pipe_in_the_place_of_a_plan_is_not_waited_for(tmp_path: Path) -> None:
-    counted = _Counted(tmp_path)
-    first = counted.ask(REQUEST)
-    (path,) = tmp_path.iterdir()
-    path.unlink()
-    os.mkfifo(path)
-    assert [counted.ask(REQUEST), counted.ask(REQUEST)] == [first, first]
-    assert counted.plans == 2
-    assert path.is_file()
-
-
 def test_a_folder_that_is_none_costs_no_plan(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="plans are not kept in .*file"):

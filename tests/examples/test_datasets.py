@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.datasets import (
-    HistoryBatches,
-    read_histories,
-    read_semantic_ids,
-)
+from examples.datasets import HistoryBatches, read_histories, read_semantic_ids
 
 KUAIRAND = "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
 FILES = {

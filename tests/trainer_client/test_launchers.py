@@ -48,14 +48,6 @@ def test_a_launcher_names_the_job_its_run_and_its_restarts(environment: dict[str
     assert read_launch(environment) == launch
 
 
-def test_a_later_start_counts_more_whoever_counts() -> None:
-    """A requeued job's torchrun begins at 0 again; the balancer would take it for a straggler of the first."""
-    before = read_launch({**SLURM, **TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"})
-    after = read_launch({**SLURM, **TORCHRUN, "SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "0"})
-    assert after.run_id == before.run_id
-    assert after.restart_count > before.restart_count
-
-
 @pytest.mark.parametrize(
     ("counts", "shown"),
     [

@@ -88,15 +88,6 @@ def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:
         assert getattr(few, field).tolist() == getattr(whole.thinned(few.limit), field).tolist()
 
 
-def test_a_small_sample_knows_how_many_keys_a_step_has() -> None:
-    steps = list(TRACES["zipf"](np.random.default_rng(2), 120, LOOKUPS))
-    small = trace_of(steps, most=10_000)
-    assert small.share < 0.2
-    assert len(small.step) <= 10_000
-    unique = np.mean([len(np.unique(step)) for step in steps])
-    assert small.unique == pytest.approx(unique, rel=0.03)
-
-
 def test_steps_are_joined_as_if_they_had_been_larger() -> None:
     steps = list(TRACES["sessions"](np.random.default_rng(2), 81, 1_000))
     larger = [np.concatenate(steps[at : at + 4]) for at in range(0, 80, 4)]

@@ -6,12 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenkeel.partitioning import (
-    ImpossiblePartitionError,
-    PartitionError,
-    PartitionNotFoundError,
-    partition,
-)
+from evenkeel.partitioning import ImpossiblePartitionError, PartitionError, PartitionNotFoundError, partition
 from evenkeel.partitioning.api import imbalance_of_bound
 from evenkeel.partitioning.problem import MAX_RANKS
 
@@ -20,24 +15,18 @@ from evenkeel.partitioning.problem import MAX_RANKS
     ("change", "words"),
     [
         ({"costs": [1.0, np.nan, 2.0]}, ["costs[1]", "nan", "0 to 1e+300"]),
-        ({"costs": [1.0, np.inf, 2.0]}, ["costs[1]", "inf", "0 to 1e+300"]),
         ({"costs": [1, -2, 3]}, ["costs[1]", "-2", "0 to"]),
         ({"costs": ["a", "b", "c"]}, ["costs", "dtype"]),
         ({"costs": [[1, 2, 3]]}, ["costs", "(1, 3)", "one-dimensional"]),
-        ({"costs": [2**62, 2**62, 1]}, ["costs add up to", "4.61169e+18"]),
         ({"costs": [2**61, 2**61, 0]}, ["costs add up to", "4.61169e+18"]),
         ({"homes": [0, 1]}, ["homes", "2 entries", "3"]),
         ({"homes": [0, 1, 2]}, ["homes[2]", "2", "0 to 1"]),
-        ({"homes": [0, -1, 1]}, ["homes[1]", "-1"]),
         ({"homes": [0.0, 1.0, 1.0]}, ["homes", "dtype"]),
         ({"costs": np.broadcast_to(1, 2**31)}, ["costs has 2147483648 entries; pass at most 2147483647"]),
-        ({"num_ranks": 0}, ["num_ranks", "0", "positive"]),
         ({"num_ranks": np.array([4.0])}, ["num_ranks is array([4.])", "positive"]),
         ({"sizes": [1, -1, 2]}, ["sizes[1]"]),
         ({"counts": "some"}, ["counts", "'some'", "'equal'", "'free'"]),
         ({"tolerance": -1.0}, ["tolerance", "-1.0"]),
-        ({"tolerance": float("nan")}, ["tolerance"]),
-        ({"speeds": [1.0, 0.0]}, ["speeds[1]", "1e-06 to 1e+06"]),
         ({"speeds": [1.0]}, ["speeds", "1 entries", "2"]),
         ({"memory": [1, 2, 3]}, ["memory is given without memory_caps", "both"]),
         ({"memory_caps": [1, 2]}, ["memory_caps is given without memory;", "both"]),
@@ -46,14 +35,9 @@ from evenkeel.partitioning.problem import MAX_RANKS
         ({"strategy": "best"}, ["strategy", "'best'", "karmarkar_karp, lpt, minimal_move, plain"]),
         ({"min_samples": -1}, ["min_samples is -1", "0 or more"]),
         ({"num_ranks": 10**12}, ["num_ranks is 1000000000000", f"positive integer up to {MAX_RANKS}"]),
-        ({"tolerance": 1.5}, ["tolerance is 1.5; pass a number from 0 to 1"]),
         ({"speeds": [1, 1e-7]}, ["speeds[1] is 1e-07; pass numbers from 1e-06 to 1e+06"]),
-        ({"speeds": [float("inf"), 1]}, ["speeds[0] is inf"]),
-        ({"speeds": [1, float("nan")]}, ["speeds[1] is nan"]),
         ({"costs": [1e300, 1e300, 0]}, ["costs add up to 2e+300; scale them"]),
-        ({"costs": [1e308, 1e308, 0]}, ["costs[0] is 1e+308"]),
         ({"sizes": [1e300, 9e299, 0]}, ["sizes add up to 1.9e+300"]),
-        ({"memory": [1e300, 1e300, 0], "memory_caps": [np.inf, 1]}, ["memory add up to 2e+300"]),
     ],
 )
 def test_wrong_arguments_are_named_with_their_remedy(change: dict[str, Any], words: list[str]) -> None:

@@ -297,7 +297,6 @@ def check_split(rng: Rng) -> None:
 
 def check_parts(plan: RoundPlan, spans: SpanCosts, which: set[int], options: Any, num_ranks: int) -> None:
     """Every position once, where it may be cut, on one rank a part, within the caps; loads and traffic are counted."""
-    assert plan.parts is not None
     pieces, (figures,) = plan.parts.pieces, plan.batches
     of = np.cumsum(plan.parts.begins == 0) - 1
     assert of[-1] + 1 == len(spans)

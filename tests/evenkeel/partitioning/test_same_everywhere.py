@@ -26,7 +26,7 @@ KNOWN = {
     "plain": "7ba31a5bbdfd 3c926a3e7a39 f79cd339216e",
     "splits": "103aea7d3872 e7b19df6d4d3 431428cc9710",
 }
-BLOCKS = (range(20), range(20, 40), range(40, 480))  # the last one is for kernels, of which some search long
+BLOCKS = (range(20), range(20, 40), range(40, 200))  # the last one is for kernels, of which some search long
 
 
 def draw_round(rng: Rng, kind: str) -> dict[str, Any]:

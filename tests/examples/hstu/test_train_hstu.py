@@ -79,19 +79,3 @@ def test_a_data_set_is_trained_under_a_plan(tmp_path: Path) -> None:
         assert found[split]["imbalance"] < 0.9 * found[whole]["imbalance"]
         flops = [found[name]["tflops_per_rank"] * found[name]["step_ms_mean"] for name in (whole, split)]
         assert flops[1] == pytest.approx(flops[0])
-
-
-def test_flags_and_files_that_are_no_good_end_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "balance.yaml").write_text("balance: {strategy: nonsense}\n")
-    for flags, message in (
-        (["--max-length", "3"], "--max-length is 3; use at least"),
-        (["--data", str(tmp_path)], "has neither ratings.dat"),
-        (["--config", str(tmp_path / "balance.yaml")], "strategy is 'nonsense'; choose one of"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["train_hstu", "--small", "--device", "cpu", "--steps", "2", *flags])
-        with pytest.raises(SystemExit) as ended:
-            train_hstu.main()
-        assert message in str(ended.value)
-    assert "Traceback" not in capsys.readouterr().err

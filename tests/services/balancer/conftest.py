@@ -41,7 +41,7 @@ def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProces
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{folder}:{Path.cwd()}")
         with running_balancer(
-            "--workers", "2", "--partition-timeout-seconds", "6", "--max-ranks", "1024", "--max-samples", "131072",
+            "--workers", "2", "--partition-timeout-seconds", "4", "--max-ranks", "1024", "--max-samples", "131072",
             "--max-batches", "4", "--max-message-bytes", "2000000", "--max-calls", "8", "--reflection", "true",
             interpreter=True,
         ) as process:  # fmt: skip

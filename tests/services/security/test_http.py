@@ -62,7 +62,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *, patience: float = 3.0, requests_per_second: float = 50.0, burst: float = 200.0
+    folder: Path, *, patience: float = 1.5, requests_per_second: float = 50.0, burst: float = 200.0
 ) -> Iterator[Served]:
     """A server in a thread; `patience` are the seconds that it waits for headers and bodies."""
     files = write_certificate(trustme.CA(), folder, "server")

@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.trainer_client.attention.model import (
-    CAUSAL,
-    HEAD_DIM,
-    KEY_HEADS,
-    VALUE_DIM,
-    Program,
-    Sample,
-    on_rank,
-    train,
-)
+from tests.trainer_client.attention.model import CAUSAL, HEAD_DIM, KEY_HEADS, VALUE_DIM, Program, Sample, on_rank, train
 from tests.trainer_client.balancing.redistribution.pool import GlooRanks
 from trainer_client.attention import (
     DenseSilu,

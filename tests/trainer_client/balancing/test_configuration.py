@@ -118,7 +118,6 @@ def test_an_installed_package_adds_names(tmp_path: Path, monkeypatch: pytest.Mon
     assert {"learned", "square", "tokens"} <= set(cost_names())
     assert {"by_index", "lpt", "minimal_move"} <= set(strategies())
     assert {"mine", "sparse_dist"} <= set(pipeline_names())
-    assert found.cost is not None
     assert found.cost({"n": [1, 2, 3]}).tolist() == [1, 4, 9]
     costs, homes = np.arange(8), np.repeat(np.arange(2), 4)
     assert partition(costs, homes, 2, strategy=found.options.strategy).destinations.tolist() == [0, 1] * 4

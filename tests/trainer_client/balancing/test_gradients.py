@@ -89,7 +89,7 @@ def test_the_averaged_gradient_is_that_of_the_global_batch_whoever_plans(balance
     job = Job(steps=STEPS, options=BalanceOptions(counts="free", timeout=timedelta(seconds=20)), name="gradients")
     wanted = reference(job)
     jobs = [replace(job, address=address) for address in (None, "off", balancer.address)]
-    for results in run_in_turn(3, *((gradients, one, sharded) for one in jobs for sharded in (False, True))):
+    for results in run_in_turn(3, *((gradients, one) for one in jobs), (gradients, jobs[0], True)):
         for steps in results:
             for step, expected in zip(steps, wanted, strict=True):
                 assert abs(step - expected).max() < 1e-12  # only the order of sums is another

@@ -11,13 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import (
-    SPEC,
-    STEPS,
-    balancer_of,
-    cost_of,
-    source,
-)
+from tests.trainer_client.balancing.jobs import SPEC, STEPS, balancer_of, cost_of, source
 from trainer_client import BalancedLoader
 from trainer_client.balancing import kernels, stream
 

@@ -97,7 +97,6 @@ def test_contributions_are_read_as_written(samples: list[RankSamples], more: lis
     if any(map(len, samples)):
         assert joined.lengths.tolist() == [row for one in samples for row in one.lengths.tolist()]
     if any(one.users is not None for one in samples):  # then all that have samples name them
-        assert joined.users is not None
         assert joined.users.tolist() == [user for one in samples if one.users is not None for user in one.users]
     else:
         assert joined.users is None

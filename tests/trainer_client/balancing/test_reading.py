@@ -105,7 +105,6 @@ def test_items_come_behind_the_context(context: int, candidates: int, includes: 
     batch = {"count": torch.tensor(COUNTS), "items": torch.arange(sum(COUNTS))}
     flat = flatten(batch, BatchSpec(sequence={"items"}, rows_per_sample={"items": "count"}))
     table = divisible_samples(cost, flat, flat, np.asarray(cost(flat)))
-    assert table is not None
     assert table[:, :2].tolist() == [[1, context]]
     assert spans_of(table).positions.tolist() == [context + 400 + (0 if includes else candidates)]
 

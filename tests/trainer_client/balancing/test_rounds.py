@@ -10,15 +10,7 @@ import torch
 
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.compile import Preparation
-from tests.trainer_client.balancing.jobs import (
-    SPEC,
-    Job,
-    balancer_of,
-    cost_of,
-    logged,
-    make_batch,
-    run_in_turn,
-)
+from tests.trainer_client.balancing.jobs import SPEC, Job, balancer_of, cost_of, logged, make_batch, run_in_turn
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import kernels
 

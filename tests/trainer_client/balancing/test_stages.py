@@ -61,7 +61,6 @@ def test_a_schema_that_came_shortly_before_is_known_however_many_there_are() -> 
         extras = Extras(template=one if sent else None)  # a rank sends none if its latest batch had the same
         given = [replace(each, schema=schema_number(one.schema), extras=extras) for each in contributions()]
         template = templates.of_round(Contributions.of(given))
-        assert template is not None
         assert template.schema.hash == one.schema.hash
 
 
@@ -86,14 +85,12 @@ class LeavingOut(Stage):
     """Nobody trains heavy samples: they go into one more batch of the round, which is left out."""
 
     def begin(self, round_: Round) -> None:
-        assert round_.samples is not None
         self.whole, self.kept = round_.samples, round_.samples.costs < 100
         arrays = {name: getattr(self.whole, name)[self.kept] for name in ("costs", "lengths", "sizes", "memory")}
         counts = np.bincount(self.whole.homes[self.kept], minlength=RANKS)
         round_.samples = replace(self.whole, batch_sizes=counts[:, None], **arrays)
 
     def finish(self, round_: Round) -> None:
-        assert round_.plan is not None
         destinations, steps, out = self.whole.homes, 1 - self.kept.astype(np.int32), np.zeros((1, RANKS))
         destinations[self.kept] = round_.plan.destinations
         loads = {name: np.vstack([getattr(round_.plan, name), out]) for name in ("loads_before", "loads_after")}
@@ -178,7 +175,6 @@ def test_what_changes_in_a_round_that_nobody_hears_of_is_heard_in_the_next(fails
     again = [replace(each, extras=Extras()) for each in given]
     table = one.directives(one.begin(1, Contributions.of(again)))
     read = read_directive(table[0], number=1, rank=0)
-    assert read.template is not None
     assert read.template.schema.hash == wide.schema.hash
 
 

@@ -144,7 +144,6 @@ def test_from_env(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENKEEL_METRICS_PORT", "0")
     monkeypatch.setenv("EVENKEEL_METRICS_HOST", "")  # as where a template has left it out
     exporter = RankExporter.from_env(job="job", rank=3)
-    assert exporter is not None
     with exporter:
         assert value(scrape(exporter.port), "info", rank="3") == 1
 

@@ -79,8 +79,6 @@ def make_batch(rank: int, step: int, real: int = SIZE) -> Batch:
 
 def rows(batch: Batch) -> list[tuple[Any, ...]]:
     """Each real sample with all that belongs to it."""
-    assert batch.labels is not None
-    assert batch.num_candidates is not None
     assert batch.actual_batch_size is not None
     items, actions, labels = batch.features["item"], batch.features["action"], batch.labels["label"]
     dense = batch.num_candidates[: 2 * batch.actual_batch_size].view(-1, 2).tolist()

@@ -145,7 +145,6 @@ def test_spans_add_up_and_a_flat_batch_costs_the_same(cost: SampleCost, a: list[
     rng = np.random.default_rng(seed)
     batch = {"a": torch.tensor(a, dtype=torch.int64), "k": torch.from_numpy(rng.integers(0, 4, len(a)))}
     spans, costs = cost.spans(batch), cost(batch)
-    assert spans is not None
     assert costs.dtype == (np.int64 if isinstance(cost, TokenCost) else np.float64)
     np.testing.assert_array_equal(cost(flatten(batch, BatchSpec())), costs)
     np.testing.assert_allclose(spans.whole, costs, rtol=1e-12)
@@ -158,9 +157,7 @@ def test_spans_add_up_and_a_flat_batch_costs_the_same(cost: SampleCost, a: list[
 def test_items_stay_together_and_what_cannot_be_told_apart_stays_whole() -> None:
     batch = {"a": torch.tensor([5]), "k": torch.tensor([2])}
     interleaved, codes = COSTS[0].spans(batch), COSTS[3].spans(batch)
-    assert interleaved is not None
     assert (interleaved.first_cut.tolist(), interleaved.num_cuts.tolist()) == ([5], [5])
-    assert codes is not None
     assert (codes.first_cut.tolist(), codes.num_cuts.tolist()) == ([4], [5])
     assert TransformerCost(**SMALL, tokens="a", causal=False).spans(batch) is None
     assert LearnedCost(SequenceTerms(history="a"), prior=lambda one: np.ones(len(one["a"]))).spans(batch) is None

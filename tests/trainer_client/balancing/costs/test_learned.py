@@ -149,7 +149,6 @@ def test_a_timer_tells_what_each_batch_held() -> None:
         else:
             timer.batch_ready()
     rows = loader._stream.measured.take_rows()
-    assert rows is not None
     sums = np.array([terms(batch).sum(0).numpy() for batch in batches])
     np.testing.assert_allclose(rows[:, :-1], sums.reshape(10, 2, 3).sum(1))
     assert np.all(rows[:, -1] > 0)
@@ -192,7 +191,6 @@ def test_recovers_exact_times(per_token: float, per_pair: float, fixed: float, s
     if twice:  # a term that says the same as another one
         terms = np.column_stack([terms, 2 * terms[:, 1]])
     fit = fit_times(terms, times)
-    assert fit is not None
     assert np.allclose(terms @ fit.coefficients + fit.fixed, times, rtol=1e-3)
     assert fit.explained > 0.999
     assert np.all(fit.coefficients >= 0)
@@ -207,7 +205,6 @@ def test_outliers_do_not_count(every: int, factor: float) -> None:
     times = clean * (1 + 0.01 * np.random.default_rng(0).standard_normal(len(clean)))
     times[::every] *= factor
     fit = fit_times(terms, times)
-    assert fit is not None
     assert np.allclose(terms @ fit.coefficients + fit.fixed, clean, rtol=0.05)
     good = 200 - 200 // every
     assert good - 10 <= fit.observations <= good
@@ -229,7 +226,6 @@ def test_a_fit_that_has_made_times_alike_stays_until_they_scatter() -> None:
 def test_bounds_hold_and_too_little_is_no_fit() -> None:
     terms = _observations(2)
     fit = fit_times(terms, terms @ [0.0, 1e-3, -1e-7] + 50.0, upper=np.array([np.inf, 5e-4, np.inf]))
-    assert fit is not None
     assert np.all(fit.coefficients >= 0)
     assert fit.coefficients[1] <= 5e-4 * (1 + 1e-9)
     for few in (terms[:5], np.ones((50, 3)), np.zeros((0, 3))):

@@ -15,12 +15,7 @@ from tests.trainer_client.balancing.jobs import failing, run_in_turn
 from tests.trainer_client.balancing.pipelines.held_checks import STEPS as HELD_STEPS
 from tests.trainer_client.balancing.pipelines.held_checks import check, make_loader, pipelines
 from trainer_client.balancing import BalancedLoader, Balancer
-from trainer_client.balancing.pipelines import (
-    BalancedBatch,
-    PipelineSteps,
-    balanced_batches,
-    make_pipeline,
-)
+from trainer_client.balancing.pipelines import BalancedBatch, PipelineSteps, balanced_batches, make_pipeline
 
 
 class Pair(NamedTuple):

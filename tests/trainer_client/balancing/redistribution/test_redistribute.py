@@ -58,12 +58,6 @@ def home(flat: FlatBatch, **changes: object) -> Slice:
     return changed(Slice.staying(0, flat.lengths), **changes)
 
 
-def test_one_rank_needs_no_process_group() -> None:
-    flat = flatten({"x": torch.arange(3)})
-    assert start(flat, home(flat), group=None).wait().unflatten()["x"].tolist() == [0, 1, 2]
-    assert start(flat, home(flat), group=None, device="cpu").wait().num_samples == 3
-
-
 def test_slice_of_another_batch_or_rank_is_refused(ranks: GlooRanks) -> None:
     flat = flatten({"x": torch.arange(3)})
     for piece, words in [

@@ -19,12 +19,7 @@ from scipy.stats import chisquare, kstest
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness.ranks import run_ranks
-from trainer_client.balancing.sampling import (
-    GlobalBatchSampler,
-    OrderedBatchSampler,
-    SampleOrder,
-    TokenBudgetSampler,
-)
+from trainer_client.balancing.sampling import GlobalBatchSampler, OrderedBatchSampler, SampleOrder, TokenBudgetSampler
 
 Steps = list[list[list[int]]]  # by step and rank
 
