@@ -1,7 +1,5 @@
 """Asking services over HTTP."""
 
-from __future__ import annotations
-
 import json
 import ssl
 import urllib.error

@@ -5,8 +5,6 @@ run at the same time, and what runs beside them gives way to them. The others co
 but set them no tight bounds: each file of them is a lane, and the next one is for whichever worker has none.
 """
 
-from __future__ import annotations
-
 import os
 
 TOGETHER = "tests/services/planner/"  # of one browser

@@ -1,7 +1,5 @@
 """Token files of services."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

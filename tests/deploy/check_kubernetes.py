@@ -1,7 +1,5 @@
 """The manifests as kustomize renders them; needs kubectl. What they say: test_kubernetes.py."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

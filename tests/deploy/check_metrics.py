@@ -1,7 +1,5 @@
 """What balancer, planner and a rank export, against Prometheus's own conventions (Debian's package `prometheus`)."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules and alerts, with promtool (Debian's package `prometheus`): each alert fires when it should, and not else."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`make up` and `make down` with deploy/compose.secure.yml: a job of two ranks and curl, by TLS and with tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Run it with `make test-compose`. Where no registry is reached (EVENKEEL_COMPOSE_
 Debian's package, Grafana stays away, and its dashboards are checked by running their queries all the same.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

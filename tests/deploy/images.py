@@ -3,8 +3,6 @@
 Exit status 1: a build fails; 3: it fails because of a download that does.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """One rank of the job that the test of the whole stack watches; started by torchrun, ends when a file appears."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

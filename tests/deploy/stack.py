@@ -1,7 +1,5 @@
 """What the checks of running containers share: compose, HTTP, Prometheus, and a job of two ranks."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What the files of deploy/ promise, as far as it can be read off them; `make test-compose` runs them for real."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files of deploy/kubernetes against the schemas of those who read them, without a cluster and without kubectl."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Python of README and docs for trainers runs as written, around a small model and a running balancer."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

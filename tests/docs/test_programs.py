@@ -1,7 +1,5 @@
 """Pages that show programs of examples/ and commands: the code is that of the programs, and both run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

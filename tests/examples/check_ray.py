@@ -1,7 +1,5 @@
 """Workers of a real Ray Train beside a real balancer: scripts/test_ray.sh runs it, in an environment with Ray."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Data sets: published files as their publishers write them, and drawn sequences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs of the examples from end to end, on real ranks: the demo, DLRMv4, routed tables."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

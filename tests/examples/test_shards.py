@@ -1,7 +1,5 @@
 """Shards of per-rank streams: read once each, by any number of ranks, stopped anywhere."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

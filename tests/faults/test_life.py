@@ -1,7 +1,5 @@
 """What befalls a job by itself: crashes, and restarts, also by torchrun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

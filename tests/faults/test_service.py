@@ -1,7 +1,5 @@
 """Whatever befalls the service or the way to it: no sample is lost, and no step waits for more than planning takes."""
 
-from __future__ import annotations
-
 import json
 import random
 import resource
@@ -110,7 +108,7 @@ def forge(request: bytes, ask: Ask) -> bytes:
 
 
 def of_another_round(request: bytes, ask: Ask) -> bytes:
-    of_another_round.last, answer = ask(request), getattr(of_another_round, "last", b"")  # type: ignore[attr-defined]
+    of_another_round.last, answer = ask(request), getattr(of_another_round, "last", b"")
     return answer
 
 

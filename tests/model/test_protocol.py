@@ -1,7 +1,5 @@
 """Every order of events of small worlds: ranks stay in the same rounds whatever overtakes what; broken rules do not."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.model.world import Program, ViolationError, explore, really

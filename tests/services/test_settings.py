@@ -1,7 +1,5 @@
 """Settings of the services, and what operators get wrong: it works, or a sentence says what to do."""
 
-from __future__ import annotations
-
 import datetime
 import signal
 import socket

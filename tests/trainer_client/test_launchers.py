@@ -1,7 +1,5 @@
 """Each launcher's own variables, and what they make of a job's name, run and restarts."""
 
-from __future__ import annotations
-
 import pytest
 
 from evenkeel.restarts import restart_text

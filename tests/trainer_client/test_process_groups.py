@@ -1,7 +1,5 @@
 """Groups of our own: made by their members, whatever other groups each of them is in."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from typing import Any
@@ -47,7 +45,7 @@ def test_ranks_of_different_numbers_of_groups_meet() -> None:
 def attempt(rank: int, port: int) -> float:
     """One attempt of a job over its launcher's store; the ranks come to their group one after the other."""
     dist.destroy_process_group()
-    agent = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    agent = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=agent, rank=rank, world_size=2)
     dist.barrier()
     if rank:
@@ -59,7 +57,7 @@ def attempt(rank: int, port: int) -> float:
 
 
 def test_a_restart_over_the_store_of_the_attempt_before_does_not_look_for_the_dead() -> None:
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _ in range(2):
         for key in agent.list_keys():
             if "evenkeel" not in key:  # PyTorch's default group has the same trouble, which is not looked at here

@@ -1,7 +1,5 @@
 """Random instances at the ends of what may be asked, each a function of its number; and rounds of plain lists."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

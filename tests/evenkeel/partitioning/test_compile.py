@@ -1,7 +1,5 @@
 """Kernels: compiled once, kept in Numba's cache, exact; and what is there until they are."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

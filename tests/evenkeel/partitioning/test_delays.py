@@ -1,7 +1,5 @@
 """Who is late with its batches, on made times."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -4,8 +4,6 @@ Small ones are held against every assignment there is. A process of its own runs
 beyond an array raises there. `python -m tests.evenkeel.partitioning.test_fuzz FIRST COUNT` runs more of them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess
@@ -95,7 +93,7 @@ def check_answer(
 def check_problem(costs: NDArray[Any], homes: NDArray[np.int32], num_ranks: int, given: dict[str, Any]) -> None:
     """Limits are loads that a rank can have; what is computed without kernels is what kernels compute."""
     how = {name: given.get(name) for name in ("sizes", "counts", "tolerance", "move_price", "speeds", "nodes")}
-    plain, compiled = (make_problem(costs, homes, num_ranks, **how, compiled=each) for each in (False, True))  # type: ignore[arg-type]
+    plain, compiled = (make_problem(costs, homes, num_ranks, **how, compiled=each) for each in (False, True))
     assert math.isclose(plain.bound, compiled.bound, rel_tol=1e-14)
     for name in ("order", "home_counts", "home_loads"):
         assert (getattr(plain, name) == getattr(compiled, name)).all()

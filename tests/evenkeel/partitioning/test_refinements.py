@@ -1,7 +1,5 @@
 """What refinements of a plan gain: windows, samples in parts, users; what holds of every plan is in test_fuzz."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -4,8 +4,6 @@ Whoever changes a search on purpose looks first at what `benchmarks/partitioning
 is found now: `python -m tests.evenkeel.partitioning.test_same_everywhere`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -95,7 +93,7 @@ def digest(kind: str, block: int) -> str:
 @pytest.mark.parametrize("block", range(len(BLOCKS)))
 @pytest.mark.parametrize("kind", KNOWN)
 def test_answers_are_those_of_other_machines(kind: str, block: int) -> None:
-    if numba.config.DISABLE_JIT and (kind in ("splits", "heavy") or block == len(BLOCKS) - 1):  # type: ignore[attr-defined]
+    if numba.config.DISABLE_JIT and (kind in ("splits", "heavy") or block == len(BLOCKS) - 1):
         pytest.skip("records of spans are for kernels alone, and many rounds take minutes")
     assert digest(kind, block) == KNOWN[kind].split()[block]
     assert {*strategies(), "splits", "heavy"} == KNOWN.keys()

@@ -1,7 +1,5 @@
 """Rounds whose samples are split, carried out on lists: every value arrives once, and where the pieces say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """What positions cost, counted one by one, and what the parts of samples have of each field, value by value."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -105,4 +103,4 @@ def test_parts_have_each_value_where_its_item_is(case: tuple[list[list[int]], li
 )
 def test_what_is_wrong_is_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SplitOptions(**changes)  # type: ignore[arg-type]
+        SplitOptions(**changes)

@@ -47,7 +47,7 @@ def test_longest_first_matches_the_transcription(costs: list[int], num_ranks: in
         assert sorted(result.loads.tolist()) == sorted(lpt_loads(costs, num_ranks, *allowed))
 
 
-@pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not to be compiled")  # type: ignore[attr-defined]
+@pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not to be compiled")
 def test_no_kernel_is_compiled_nor_interpreted() -> None:
     """Interpreted, those with loops take a hundred times as long, and Python is held meanwhile."""
     program = """

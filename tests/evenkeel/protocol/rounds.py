@@ -1,7 +1,5 @@
 """Random rounds for the tests of the wire and of the balancer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

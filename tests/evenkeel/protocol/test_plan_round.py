@@ -1,7 +1,5 @@
 """The wire: what is written is read again, and bytes that were not written so are refused by name."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The command from end to end: a data set's files and a plan of `evenkeel plan`, two ranks, TorchRec's tables."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starts the programs of `examples.resume` as a launcher does, ends them as a scheduler or a fault does."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each program, killed or preempted, trains what it trains undisturbed; on other ranks each user once an epoch."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import time

@@ -1,7 +1,5 @@
 """Calls of a balancer, as a lead makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a balancer answers: plans that the lead would make itself, and one clear status for each mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -118,7 +116,7 @@ def test_what_a_balancer_tells_of_itself(balancer: ServiceProcess, lead: Lead) -
     assert (info.limits.max_ranks, info.limits.max_samples, info.limits.max_calls) == (1024, 131072, 8)
     assert {"minimal_move", "lpt", "slow"} <= set(info.strategies)
     with channel(balancer.address, None) as opened:
-        health = health_pb2_grpc.HealthStub(opened)  # type: ignore[no-untyped-call]
+        health = health_pb2_grpc.HealthStub(opened)
         for name in ("", SERVICE):
             status = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=SECONDS).status
             assert status == health_pb2.HealthCheckResponse.SERVING

@@ -1,7 +1,5 @@
 """What is remembered of rounds, shown of them and counted, without a balancer and with a clock of the test's."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

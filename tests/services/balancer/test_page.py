@@ -112,7 +112,7 @@ def test_jobs_and_one_of_them_are_shown_live(page: Page) -> None:
     for kind in ("moved", "seconds"):
         page.click(f"[name=drawn][value={kind}]")
         assert page.count("#curve path.line.after") == 1
-    errors = [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
+    errors = [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert [entry for entry in errors if not any(word in entry["message"] for word in ("401", "favicon"))] == []
 
 

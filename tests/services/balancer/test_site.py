@@ -1,7 +1,5 @@
 """What the balancer shows beside its metrics, to whom, and over what."""
 
-from __future__ import annotations
-
 import json
 import ssl
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every line that a service logs is JSON where no person looks on; that it holds no secret: `tests/faults`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

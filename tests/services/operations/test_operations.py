@@ -1,7 +1,5 @@
 """Starts, health, metrics, probes and drains of services."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -106,7 +104,7 @@ def test_a_balancer_says_when_it_takes_work_and_when_it_no_longer_does(tmp_path:
     with running_balancer(*flags) as balancer, channel(balancer.address, None) as opened:
         port = int(port_file.read_text())
         assert (get(port, "/healthz")[0], get(port, "/readyz")[0]) == (200, 200)
-        health = health_pb2_grpc.HealthStub(opened)  # type: ignore[no-untyped-call]
+        health = health_pb2_grpc.HealthStub(opened)
         request = health_pb2.HealthCheckRequest(service="evenkeel.balancer.v2.BalancerService")
         watched = health.Watch(request, timeout=4 * SECONDS)
         assert next(watched).status == Status.SERVING

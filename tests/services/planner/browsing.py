@@ -1,7 +1,5 @@
 """A browser on the planner's page: what a user does, and what they see then. Who imports it is skipped without one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -78,7 +76,7 @@ class Page:
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns."""
-        return self.browser.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
+        return self.browser.execute_script(script, *arguments)
 
     def call(self, module: str, expression: str, *arguments: Any) -> Any:
         """What an expression over the exports of one of the page's modules, as `m`, gives; errors as `{error}`."""
@@ -86,7 +84,7 @@ class Page:
             f"const [a, done] = arguments; import('/page/{module}').then((m) => {expression})"
             ".then(done, (error) => done({ error: error.message }));"
         )
-        return self.browser.execute_async_script(script, list(arguments))  # type: ignore[no-untyped-call]
+        return self.browser.execute_async_script(script, list(arguments))
 
     def wait(self, condition: Any) -> None:
         """Until something is so."""

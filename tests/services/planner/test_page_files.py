@@ -1,7 +1,5 @@
 """What the planner's page opens and gives away: files and links."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A balancer with TLS and tokens, shared by the attacks: what one of them leaves behind, the next one meets."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

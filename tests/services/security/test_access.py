@@ -1,7 +1,5 @@
 """Who may call, and what: while a job trains beside them, which must not miss a round."""
 
-from __future__ import annotations
-
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -44,7 +42,7 @@ def test_tokens_that_do_not_hold(secured: Secured, victim: RunningJob) -> None:
         assert_refused(secured.connect(token), "UNAUTHENTICATED", message)
         assert token is None or token not in secured.balancer.log
     with secured.connect(None) as opened:  # health needs none
-        health = health_pb2_grpc.HealthStub(opened)  # type: ignore[no-untyped-call]
+        health = health_pb2_grpc.HealthStub(opened)
         status = health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS).status
     assert status == health_pb2.HealthCheckResponse.SERVING
 

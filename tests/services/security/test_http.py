@@ -1,7 +1,5 @@
 """The planner's side: an HTTP server behind the middleware and the protocol, attacked with sockets; its process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -167,8 +165,8 @@ def test_tls_and_tokens_of_a_planner_whose_certificate_is_renewed(tmp_path: Path
             return Served(planner.port, ssl.create_default_context(cafile=str(ca))).get(path, token)[0]
 
         assert [ask(old_ca, token) for token in (TOKENS["planner"], None, TOKENS["late"])] == [200, 401, 401]
-        without = {path: ask(old_ca, None, path) for path in ("/healthz", "//healthz", "/healthz/../v1/plans")}
-        assert without == {"/healthz": 200, "//healthz": 401, "/healthz/../v1/plans": 401}
+        open_to_all = {"/": 200, "/page/main.js": 200, "/healthz": 200, "//healthz": 401, "/healthz/../v1/plans": 401}
+        assert {path: ask(old_ca, None, path) for path in open_to_all} == open_to_all
         with socket.create_connection(("127.0.0.1", planner.port), timeout=30) as plain:  # no TLS, no answer
             plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             with contextlib.suppress(OSError):

@@ -1,7 +1,5 @@
 """The token file, its rotation, and the rates."""
 
-from __future__ import annotations
-
 import io
 import os
 import stat

@@ -1,7 +1,5 @@
 """A small model over whole or split samples, in one process or on ranks."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

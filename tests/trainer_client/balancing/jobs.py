@@ -1,7 +1,5 @@
 """Jobs that the tests of the loader run in each rank."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import traceback
@@ -73,7 +71,7 @@ def logged(name: str = "trainer_client", *, form: str = "%(message)s") -> list[s
     """What is logged in this process from now on, a rank of one test."""
     lines: list[str] = []
     handler, formatter = logging.Handler(), logging.Formatter(form)
-    handler.emit = lambda record: lines.append(formatter.format(record))  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(formatter.format(record))
     logging.getLogger(name).addHandler(handler)
     return lines
 

@@ -4,8 +4,6 @@
 of ranks, which may be more than there are GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Options, and costs, strategies and pipelines by name, those of an installed package among them."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 from pathlib import Path

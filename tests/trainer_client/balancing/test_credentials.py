@@ -1,7 +1,5 @@
 """Credentials of a rank; with a balancer that asks for them: `tests/faults`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

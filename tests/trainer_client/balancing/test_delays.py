@@ -1,7 +1,5 @@
 """A rank that holds the others up has a name and a kind: slow in computing, loading, the network, or its loop."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Batches that are on a device already, and programs that have chosen a default device of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -72,7 +70,7 @@ def test_a_cost_that_needs_the_host_is_told_so_and_others_are_given_what_has_arr
 def train(rank: int, address: str | None, arriving: bool, default: str | None) -> Any:
     if default is not None:
         torch.set_default_device(default)
-    incoming.is_on_device = (lambda *_: True) if arriving else is_on_device  # type: ignore[assignment]
+    incoming.is_on_device = (lambda *_: True) if arriving else is_on_device
     with torch.device("cpu"):
         batches = [make_batch(rank, step, 4 + rank) for step in range(4 + rank)]
     with balancer_of(address, f"devices-{default}", window=2) as balancer:

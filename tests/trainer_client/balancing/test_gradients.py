@@ -1,7 +1,5 @@
 """Averaged gradients of balanced batches are those of one process with the global batch, under FSDP2 too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 
@@ -60,7 +58,7 @@ def gradients(rank: int, job: Job, sharded: bool = False) -> list[NDArray[np.flo
             summed = values.sum() * loader.loss_scale
             if sharded:
                 summed.backward()
-                averaged = model.at.grad.full_tensor()  # type: ignore[union-attr]
+                averaged = model.at.grad.full_tensor()
             else:
                 mean = values.mean() * loader.mean_loss_scale if len(values) else values.sum()
                 found = [torch.autograd.grad(loss, model.at, retain_graph=True)[0] for loss in (summed, mean)]

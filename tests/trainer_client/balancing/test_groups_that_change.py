@@ -1,7 +1,5 @@
 """Lives of balancers: beside others, beyond their process group, dropped without `close`, and in forked children."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -12,11 +10,13 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
@@ -35,6 +35,29 @@ def batches(rank: int, count: int = 4) -> list[dict[str, torch.Tensor]]:
 
 def make_loader(rank: int, balancer: Balancer, count: int = 4, name: str = "train") -> BalancedLoader[Any]:
     return BalancedLoader(batches(rank, count), balancer, cost=lambda batch: batch["cost"], name=name)
+
+
+def over_groups(rank: int, folder: str) -> list[list[int]]:
+    """What a loader trains before there is a group, then in two loops over one, then in one over another."""
+    dist.destroy_process_group()
+    with Balancer.embedded() as balancer:
+        loader, loops = make_loader(rank, balancer), []
+        for name, count in (("none", 1), ("first", 2), ("second", 1)):
+            if name != "none":
+                dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
+            loops += [sorted(one for batch in loader for one in batch["id"].tolist()) for _ in range(count)]
+            if name == "first":
+                dist.destroy_process_group()
+    return loops
+
+
+def test_a_loader_balances_over_the_group_that_there_is(tmp_path: Path) -> None:
+    everything = [[one for batch in batches(rank) for one in batch["id"].tolist()] for rank in range(2)]
+    (alone, *first), (also_alone, *second) = run_ranks(2, over_groups, str(tmp_path))
+    assert [alone, also_alone] == everything
+    for one, other in zip(first, second, strict=True):
+        assert sorted(one + other) == sorted(everything[0] + everything[1])
+        assert one != alone
 
 
 def move_fails(rank: int) -> tuple[str, float, list[str]]:
@@ -128,7 +151,7 @@ def one_after_the_other(rank: int, address: str | None, how: str) -> Any:
         opened = balancer.stream()._rounds
         pairs.append(id(opened.communicators))
         # what a stream remembers of rounds does not grow with them
-        assert len(opened._open) <= balancer.stream().options.depth + 1  # type: ignore[attr-defined]
+        assert len(opened._open) <= balancer.stream().options.depth + 1
         del opened
         del balancer, loader  # and nothing else
         if how == "left":

@@ -1,7 +1,5 @@
 """Loops as they begin, and ranks that leave them anywhere, with a ledger of every sample."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -50,7 +48,7 @@ def interrupted(rank: int, where: str) -> tuple[int, list[list[int]]]:
 
     compiled = threading.Event()
     if where == "compiling":
-        kernels._moves = lambda: SimpleNamespace(ready=False, wait=compiled.wait)  # type: ignore[assignment,return-value]
+        kernels._moves = lambda: SimpleNamespace(ready=False, wait=compiled.wait)
     attempts, loops = 0, []
     with balancer_of(None) as balancer:
         loader = BalancedLoader(source(rank, 0), balancer, cost=cost_of, spec=SPEC)

@@ -1,7 +1,5 @@
 """Contributions and directives: what is written is read, whatever it is; who decides what from it."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -100,7 +98,7 @@ def test_contributions_are_read_as_written(samples: list[RankSamples], more: lis
         assert joined.users.tolist() == [user for one in samples if one.users is not None for user in one.users]
     else:
         assert joined.users is None
-    memories = None if samples[0].memory is None else [one for each in samples for one in each.memory.tolist()]  # type: ignore[union-attr]
+    memories = None if samples[0].memory is None else [one for each in samples for one in each.memory.tolist()]
     assert (None if joined.memory is None else joined.memory.tolist()) == memories
     for rank, one in enumerate(written):
         header = read.headers[rank]

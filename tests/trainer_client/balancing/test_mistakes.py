@@ -1,7 +1,5 @@
 """Programs whose ranks cannot train together: whoever is told, it is by name and with a remedy, and nobody hangs."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Ranks that train the same batches: whatever happens to whom, they take the same steps with the same samples."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

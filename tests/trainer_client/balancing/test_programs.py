@@ -1,7 +1,5 @@
 """Random programs of loops on real ranks, however they are left, with a ledger of every sample."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -361,7 +359,7 @@ NO_DATA = Program(2, False, None, {"depth": 2, "window": 1, "min_samples": 0, "m
 
 
 @example(program=NO_DATA)
-@settings(max_examples=100, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=75, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(program=programs())
 def test_programs(ranks: GlooRanks, balancer: ServiceProcess, program: Program) -> None:
     arguments = [(rank, program, balancer.address) for rank in range(program.ranks)]

@@ -1,7 +1,5 @@
 """What is read of a batch: costs, users, and items of samples that may be split; and of a step: what it took."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any
@@ -127,11 +125,11 @@ def test_numbers_of_users_keep_them_apart() -> None:
 def test_a_measure_is_sent_once_and_is_the_mean_of_several_without_those_that_tell_nothing() -> None:
     measured = Measured()
     measured.add(10, 1.0, 0.5)
-    measured.add(30, torch.tensor(2.0), 0.7, 0.4)  # type: ignore[arg-type]
+    measured.add(30, torch.tensor(2.0), 0.7, 0.4)
     wrong: list[Any] = ["1", None, [1.0], torch.ones(2), math.nan, math.inf, 0.0, -1.0]
     for nothing in [(2.0, one) for one in wrong] + [(0, 1.0), (math.inf, 1.0), (5, 1.0, -1.0), (5, 1.0, 0.0, math.nan)]:
         measured.add(*nothing)
     assert measured.take() == pytest.approx((20.0, 1.5, 0.6, 0.2, 0.0))
     assert measured.take() == Measure()
-    measured.add(2.0, torch.tensor(0.5))  # type: ignore[arg-type]
+    measured.add(2.0, torch.tensor(0.5))
     assert measured.take() == Measure(2.0, 0.5)

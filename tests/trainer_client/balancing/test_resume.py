@@ -1,7 +1,5 @@
 """Stopping after any batch and going on, on real ranks: what comes is what would have come."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re
@@ -255,7 +253,7 @@ def test_a_state_that_cannot_be_read_is_refused_by_field_and_value(change: dict[
         alone().load_state_dict({**state, **change})
     for nothing in ([], None, "state"):
         with pytest.raises((ResumeError, TypeError)):
-            alone().load_state_dict(nothing)  # type: ignore[arg-type]
+            alone().load_state_dict(nothing)
 
 
 @pytest.mark.parametrize("change", [{"done": 0}, {"done": 3}, {"size": 1}, {"size": "?"}, {"speeds": None}])

@@ -1,7 +1,5 @@
 """Rounds that are not like the others: in windows, unplanned, or while kernels compile."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -81,7 +79,7 @@ def _run(rank: int, late: int, caps: list[float] | None) -> tuple[list[tuple[str
         preparation.finish()
     elif caps is not None:
         threading.Timer(1.0, preparation.finish).start()
-    kernels._preparation = lambda: preparation  # type: ignore[assignment]
+    kernels._preparation = lambda: preparation
     job = Job(steps=(STEPS, STEPS), options=BalanceOptions(memory_caps=caps))
     records: list[tuple[str, str, int]] = []
     with job.balancer() as balancer:

@@ -1,7 +1,5 @@
 """Samples split over real ranks, by a real balancer and without one: every value arrives once, where the pieces say."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta

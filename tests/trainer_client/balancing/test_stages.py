@@ -1,7 +1,5 @@
 """Rounds at the lead: whatever a stage does, every rank hears of it, and without any of them the others go on."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -170,7 +168,7 @@ def test_what_changes_in_a_round_that_nobody_hears_of_is_heard_in_the_next(fails
     given = [replace(each, schema=schema_number(wide.schema), extras=Extras(template=wide)) for each in contributions()]
     unheard = one.begin(0, Contributions.of(given))  # the pass has ended before, unless it fails
     if fails:
-        unheard.options = None  # type: ignore[assignment]  # which no stage can do with
+        unheard.options = None  # which no stage can do with
         assert read_directive(one.directives(unheard)[0], number=0, rank=0).ended
     again = [replace(each, extras=Extras()) for each in given]
     table = one.directives(one.begin(1, Contributions.of(again)))

@@ -1,7 +1,5 @@
 """The exporter of a rank, scraped while real ranks train."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

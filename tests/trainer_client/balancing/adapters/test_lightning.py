@@ -1,7 +1,5 @@
 """Lightning and Accelerate: states of jobs, the same training after every checkpoint, every sample evaluated."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle
@@ -29,7 +27,7 @@ SAMPLES, STEPS, EPOCHS = 20, 4, 3
 
 def make_loader() -> BalancedLoader[torch.Tensor]:
     sampler = GlobalBatchSampler(SAMPLES, global_batch_size=6, seed=3)
-    data_loader = DataLoader(range(SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
+    data_loader = DataLoader(range(SAMPLES), batch_sampler=sampler)
     return BalancedLoader(data_loader, Balancer.embedded(), cost=lambda batch: torch.ones(len(batch)))
 
 
@@ -136,7 +134,7 @@ def in_lightning(_: int, folder: str, length: int | None, when: str) -> list[tup
             return LightningLoader(make_loader(), self.trainer, length=length)
 
         def val_dataloader(self) -> BalancedLoader[torch.Tensor]:
-            data = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
+            data = DataLoader(range(4), batch_size=2)
             return BalancedLoader(data, Balancer.embedded(), cost=lambda batch: torch.ones(len(batch)), name="eval")
 
     def fit(callbacks: list[Any], checkpoint: str | None = None) -> None:
@@ -207,7 +205,7 @@ OTHER_SAMPLES = 21
 
 def plain(size: int = 4) -> DataLoader[int]:
     sampler = GlobalBatchSampler(OTHER_SAMPLES, global_batch_size=size, shuffle=False)
-    return DataLoader(range(OTHER_SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
+    return DataLoader(range(OTHER_SAMPLES), batch_sampler=sampler)
 
 
 def balanced(loader: Any, balancer: Balancer | None = None, **options: Any) -> BalancedLoader[torch.Tensor]:
@@ -239,7 +237,7 @@ def wrapping_prepared(rank: int, world_size: int, stateful: bool) -> list[int]:
     balancer = Balancer.embedded()
 
     def make() -> BalancedLoader[torch.Tensor]:
-        data = DataLoader(range(OTHER_SAMPLES), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        data = DataLoader(range(OTHER_SAMPLES), batch_size=2, shuffle=True)
         loader = balanced(own.prepare(data), balancer)
         loader.set_epoch(3)
         return loader
@@ -289,10 +287,10 @@ def test_the_length_is_that_of_the_ranks_together(drop_last: bool) -> None:
         OTHER_SAMPLES, budget=4, costs=torch.ones(OTHER_SAMPLES, dtype=torch.int64), **of_rank
     )
     for sampler in (counted, budgeted):
-        loader = balanced(DataLoader(range(OTHER_SAMPLES), batch_sampler=sampler))  # type: ignore[arg-type]
+        loader = balanced(DataLoader(range(OTHER_SAMPLES), batch_sampler=sampler))
         assert len(sampler) == 5
         assert len(loader) == 6 - drop_last
     assert len(balanced([torch.zeros(2)] * 3)) == 3
     many = TokenBudgetSampler(10**9, budget=4, costs=lambda _: 1, **of_rank)
     with pytest.raises(TypeError, match="`count_batches"):
-        len(balanced(DataLoader(range(10**9), batch_sampler=many)))  # type: ignore[arg-type]
+        len(balanced(DataLoader(range(10**9), batch_sampler=many)))

@@ -1,7 +1,5 @@
 """Evenkeel behind the shufflers of recsys-examples, through the same calls as its pipelines make."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass, field, make_dataclass
@@ -217,7 +215,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Any]]:
     factory.list_available = staticmethod(lambda: dict(registered))
     for name in ("commons", "commons.distributed", "commons.distributed.batch_shuffler_factory"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["commons.distributed.batch_shuffler_factory"].BatchShufflerFactory = factory  # type: ignore[attr-defined]
+    sys.modules["commons.distributed.batch_shuffler_factory"].BatchShufflerFactory = factory
     return registered
 
 

@@ -1,7 +1,5 @@
 """Costs count what torch computes, and say the same of spans as of whole samples."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A cost that real ranks learn from the times of their batches."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Iterator
@@ -58,7 +56,7 @@ def run_job(rank: int, job: Job) -> dict[str, Any]:
             # By the costs that it was planned with, and by those that are true.
             records.append({"clock": clock, "load": loader.report.own_load,
                             "tokens": float(batch["length"].sum())})  # fmt: skip
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
     fit = learned.fit
     return {"records": records, "said": said, "fit": None if fit is None else fit.coefficients.tolist()}
 
@@ -128,11 +126,11 @@ def test_the_cost_is_the_prior_until_it_follows_a_fit() -> None:
     cost = LearnedCost(TERMS, prior=PRIOR)
     assert np.array_equal(cost(batch), PRIOR(batch))
     assert np.array_equal(LearnedCost(TERMS)(batch), TERMS(batch)[:, 1].numpy())
-    np.testing.assert_allclose(cost.spans(batch).whole, PRIOR(batch))  # type: ignore[union-attr]
+    np.testing.assert_allclose(cost.spans(batch).whole, PRIOR(batch))
     weights = np.array([1.0, 2.0, 3.0, 4.0])
     cost.fit = Fit(coefficients=weights, fixed=1.0, error=0.01, explained=0.99, observations=100)
     assert np.array_equal(cost(batch), TERMS(batch).numpy() @ weights)
-    np.testing.assert_allclose(cost.spans(batch).whole, cost(batch))  # type: ignore[union-attr]  # split as fitted
+    np.testing.assert_allclose(cost.spans(batch).whole, cost(batch))  # split as fitted
     named = make_cost("learned", history="num_history", every=7)
     assert isinstance(named, LearnedCost)
     assert named.options.every == 7
@@ -162,7 +160,7 @@ def test_a_timer_tells_what_each_batch_held() -> None:
         (lambda: FitOptions(upper=(1.0, float("nan"))), "upper is .* use milliseconds above 0"),
         (lambda: LearnedCost(TERMS, options=FitOptions(upper=(1.0,))), "upper has 1 bounds; give one for each of samp"),
         (lambda: LearnedCost(OtherTerms()), "prior is None; give the cost until"),
-        (lambda: SequenceTerms(history=3), "history is 3; name at least one field"),  # type: ignore[arg-type]
+        (lambda: SequenceTerms(history=3), "history is 3; name at least one field"),
         (lambda: SequenceTerms(history="h", context=-5), "context is -5"),
     ],
 )

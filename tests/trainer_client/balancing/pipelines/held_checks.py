@@ -4,8 +4,6 @@
 GPUs; those that run on the host are part of the tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator
@@ -51,7 +49,7 @@ class Model(nn.Module):
 
 def make_loader(device: torch.device, balancer: Balancer) -> BalancedLoader[torch.Tensor]:
     """Five global batches."""
-    data = DataLoader(range(SAMPLES), batch_sampler=GlobalBatchSampler(SAMPLES, global_batch_size=SIZE, seed=3))  # type: ignore[arg-type]
+    data = DataLoader(range(SAMPLES), batch_sampler=GlobalBatchSampler(SAMPLES, global_batch_size=SIZE, seed=3))
     return BalancedLoader(data, balancer, cost=lambda batch: torch.ones(len(batch)), device=device)
 
 
@@ -60,7 +58,7 @@ def _staged(device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
 
     stages = [
-        train_pipelines.PipelineStage(name=str(number), runnable=moved, stream=torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        train_pipelines.PipelineStage(name=str(number), runnable=moved, stream=torch.cuda.Stream(device))
         for number in range(STAGES)
     ]
     return train_pipelines.StagedTrainPipeline(stages)

@@ -3,8 +3,6 @@
 `[compute-sanitizer --tool memcheck] python -m tests.trainer_client.balancing.redistribution.cuda_checks [--few]`
 """
 
-from __future__ import annotations
-
 import argparse
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Real Gloo ranks that live through many tests."""
 
-from __future__ import annotations
-
 import pickle
 import tempfile
 import traceback

@@ -7,8 +7,6 @@ size, and in some rounds a structure that differs, on all ranks or on one.
     torchrun --nproc-per-node 2 -m tests.trainer_client.balancing.redistribution.structures --programs 300 --cuda
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """What is copied where: picked samples against batches made of them, parts of samples, and slices that cannot be."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Any

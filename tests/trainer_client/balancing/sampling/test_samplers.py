@@ -1,7 +1,5 @@
 """Global batches of a size or a budget: where they end, how ranks share them, and that any ranks go on with them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import chain, permutations
@@ -166,7 +164,7 @@ def test_epochs_have_orders_of_their_own_and_iterations_begin_anew() -> None:
             again.set_epoch(1)
         assert [list(again), list(again)] == [expected, second]
     with pytest.raises(ValueError, match=r"epoch is 1.5; use a whole number"):
-        sampler.set_epoch(1.5)  # type: ignore[arg-type]
+        sampler.set_epoch(1.5)
 
 
 def test_a_huge_data_set_is_sampled_at_once() -> None:
@@ -246,7 +244,7 @@ def test_costs_come_in_many_ways(kind: str, tmp_path: Path) -> None:
 def test_a_state_of_something_else_is_refused(change: dict[str, Any] | None, words: str) -> None:
     (sampler,) = _counted(50)
     with pytest.raises(ValueError, match=words):
-        sampler.load_state_dict(change and {**sampler.state_dict(), **change})  # type: ignore[arg-type]
+        sampler.load_state_dict(change and {**sampler.state_dict(), **change})
     assert len(list(sampler)) == 5
 
 
@@ -280,9 +278,9 @@ def test_a_state_of_something_else_is_refused(change: dict[str, Any] | None, wor
 def test_a_wrong_argument_is_named(options: dict[str, Any], words: str) -> None:
     kind, usual = GlobalBatchSampler, {"data": [0] * 10, "global_batch_size": 5}
     if options.keys() & {"budget", "costs", "counts", "min_samples", "max_samples", "memory", "memory_cap"}:
-        kind, usual = TokenBudgetSampler, {"data": [0] * 10, "budget": 5, "costs": np.ones(10)}  # type: ignore[assignment]
+        kind, usual = TokenBudgetSampler, {"data": [0] * 10, "budget": 5, "costs": np.ones(10)}
     with pytest.raises(ValueError, match=words):
-        kind(**{**usual, **options})  # type: ignore[arg-type]
+        kind(**{**usual, **options})
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
