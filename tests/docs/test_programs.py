@@ -61,7 +61,8 @@ def _is_in(block: str, text: str) -> bool:
 
 @pytest.mark.parametrize("program", [*(f"tutorial.{name}" for name in TUTORIAL), "plan_dlrm"])
 def test_each_program_prints_what_its_page_shows(program: str, tmp_path: Path) -> None:
-    (shown,) = re.findall(rf"-m examples\.{program}\n(.*?)```", "".join(TEXTS.values()), re.S)
+    command = rf"```console\n\$ torchrun --nproc-per-node 2 -m examples\.{program}\n(.*?)```"
+    (shown,) = re.findall(command, "".join(TEXTS.values()), re.S)
     assert run_ranks_of(f"examples.{program}", tmp_path).rstrip() == shown.rstrip()
 
 
@@ -76,5 +77,5 @@ def test_the_commands_of_planning_run_one_after_the_other(tmp_path: Path, monkey
         if "--sharding-plan" in command:  # of the plan that the program leaves
             run_ranks_of("examples.plan_tables", tmp_path)
             assert load_sharding_plan("plan.json").plan["tables"]["item"].ranks
-        result = CliRunner().invoke(app, shlex.split(command.partition(">")[0])[2:])
+        result = CliRunner().invoke(app, shlex.split(command.partition(">")[0])[1:])
         assert result.exit_code == (3 if "Nothing fits" in shown else 0), result.output
