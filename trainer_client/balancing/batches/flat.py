@@ -33,11 +33,6 @@ class FlatBatch:
         answers: Users' functions, and what each has said of the batch when it arrived on its device.
     """
 
-    __slots__ = (
-        "_lengths", "_lengths_coming", "_lengths_tensor", "_offsets", "_watched", "answers", "counts", "num_samples",
-        "shared", "structure", "tensors", "totals",
-    )  # fmt: skip
-
     def __init__(
         self,
         structure: Structure,
