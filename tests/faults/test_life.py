@@ -1,4 +1,4 @@
-"""What befalls a job by itself: crashes, and restarts, also by torchrun."""
+"""What befalls a job by itself: a rank that dies."""
 
 import os
 import signal

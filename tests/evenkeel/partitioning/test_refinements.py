@@ -1,4 +1,4 @@
-"""What refinements of a plan gain: windows, samples in parts, users; what holds of every plan is in test_fuzz."""
+"""What refinements of a plan gain: windows, samples in parts; what holds of every plan is in test_fuzz."""
 
 import itertools
 from typing import Any

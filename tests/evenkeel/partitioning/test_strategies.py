@@ -1,4 +1,4 @@
-"""Strategies beside plain transcriptions of them; sets where most of them stays; bounds that no assignment beats."""
+"""Strategies beside plain transcriptions of them; and without kernels."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Balancer and loader as a trainer author uses them: memory caps, addresses, samplers, mistakes."""
+"""Balancer and loader as a trainer author uses them: a memory cap, addresses, samplers, mistakes."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ranks that train the same batches: whatever happens to whom, they take the same steps with the same samples."""
+"""Who balances with whom, and who trains the same; what happens to them: `test_programs`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rounds that are not like the others: in windows, unplanned, or while kernels compile."""
+"""Rounds that are not like the others: in windows, without samples, or while kernels compile."""
 
 import threading
 from typing import Any
