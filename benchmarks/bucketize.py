@@ -1,6 +1,6 @@
 """Time of bucketize against its memory floor, with FBGEMM's operator beside it in the same run.
 
-    python -m benchmarks.bucketize --json benchmarks/results/bucketize_h200.json
+    python -m benchmarks.bucketize --json benchmarks/results/bucketize_h100.json
 
 The floor counts each index read once and written once, the permutation written once and all lengths once, at the copy
 rate measured in the same run. Times are medians of CUDA events with the queue filled beforehand and the L2 cache

@@ -13,6 +13,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/evidence/results.md")
 ALIKE = "all cached alike"
+SHUFFLERS = ("off", "theirs_all_gather", "evenkeel", "evenkeel_drop_in")
+SAME_RATE = "counts=equal/bytes_within=300000000000.0"
+WAYS = "{whole,windows,split,windows and split}"
 DRAWN = ("uniform", "lognormal", "zipf_1.2", "bimodal", "one_giant")
 Choose = Callable[[list[float]], float]
 
@@ -33,22 +36,28 @@ def found_at(path: str, content: Any) -> list[Any]:
     return found
 
 
+def _of_turns(settings: list[Any]) -> float:
+    return float(median(settings[0]))
+
+
 # By result file: figures as the pages have them; where the file has them, one after the other or, behind functions,
 # those of one list; what is 100 times as much on the pages.
 FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
-    ("end_to_end_2xh100", "55.3 48.0 35.7 36.1", "workloads/{zipf,lognormal}/settings/{off,grpc}/step_ms_mean", (), 1),
-    ("end_to_end_2xh100", "34.9 40.0", "workloads/lognormal/settings/{window,fitted}/step_ms_mean", (), 1),
-    ("end_to_end_2xh100", "1.15 0.99", "workloads/{zipf,lognormal}/settings/grpc/speedup", (), 1),
-    ("end_to_end_2xh100", "1.196 1.137", "workloads/{zipf,lognormal}/settings/off/cost_imbalance", (), 1),
+    ("end_to_end_2xh100", "55.5 48.2 34.8 34.4", "workloads/{zipf,lognormal}/settings/{off,grpc}/step_ms_mean", (), 1),
+    ("end_to_end_2xh100", "32.0 36.1", "workloads/lognormal/settings/{window,fitted}/step_ms_mean", (), 1),
+    ("end_to_end_2xh100", "1.15 1.01", "workloads/{zipf,lognormal}/settings/grpc/speedup", (), 1),
+    ("end_to_end_2xh100", "1.194 1.137", "workloads/{zipf,lognormal}/settings/off/cost_imbalance", (), 1),
     (
         "end_to_end_replay",
-        "1.446 1.460 1.419 1.053 1.076 0.981 1.525 1.531 1.510 1.116 1.140 1.126",
+        "1.449 1.459 1.432 1.118 1.242 1.166 1.531 1.532 1.515 1.121 1.249 1.181",
         "replays/{8,16}/workloads/{zipf,lognormal}/settings/{minimal_move,window,kk}/speedup", (), 1,
     ),
-    (
-        "peers_2xh200", "58.8 51.0 49.2 49.5 42.7 41.7 39.0 40.5 34.1 35.9 34.3 34.1",
-        "shuffle/cases/case={zipf,lognormal,equal}/settings/{off,theirs_all_gather,evenkeel,evenkeel_drop_in}/mean_ms",
-        (), 1,
+    *(
+        ("peers_2xh100", text, f"shuffle/cases/case={case}/settings/{setting}/block_means_ms", (_of_turns,), 1)
+        for case, texts in (
+            ("zipf", "65.2 53.8 47.3 47.7"), ("lognormal", "45.0 46.6 41.6 41.4"), ("equal", "36.3 42.7 36.5 36.3"),
+        )
+        for setting, text in zip(SHUFFLERS, texts.split(), strict=True)
     ),
     ("balance_gap", "1.62", "rows/lengths=yambda/samples=8/evenkeel/gap", (max,), 100),
     ("balance_gap", "14.4 18.0", "rows/lengths=yambda/samples=8/recsys-examples/gap", (min, max), 100),
@@ -66,14 +75,18 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
         (), 1,
     ),
     ("rounds", "1,632 3,156", "jobs/jobs=100/{rounds_per_second,echoes_per_second}", (), 1),
-    ("redistribution_2xh200", "1.76 4.08", "rows/strategy=minimal_move/ratio", (min, max), 1),
-    ("redistribution_2xh200", "1.24 2.55", "rows/strategy=shuffle/ratio", (min, max), 1),
-    (
-        "giants_2xh200",
-        "950.5 511.3 486.4 3,749.4 1,960.2 1,870.8 26.1 33.4 25.9 60.2 64.6 53.1 366.3 365.7 356.2",
-        "cells/{65536 x 4,131072 x 4,long x 2,long x 4,long x 32}/{whole,split,even}/median_ms", (), 1,
+    ("redistribution_2xh100", "0.025 0.156", "rows/strategy=minimal_move/ours_ms", (min, max), 1),
+    ("redistribution_2xh100", "0.024 0.086", "rows/strategy=minimal_move/all_to_all_ms", (min, max), 1),
+    ("redistribution_2xh100", "0.508", "rows/strategy=shuffle/ours_ms", (max,), 1),
+    ("redistribution_2xh100", "0.363", "rows/strategy=shuffle/all_to_all_ms", (max,), 1),
+    *(
+        ("giants", texts, f"rows/lengths={lengths}/ranks=8/{cell}/{SAME_RATE}/{WAYS}", (), 1)
+        for lengths, cell, texts in (
+            ("giants", "samples=32", "4.12 1.26 1.13 1.03"), ("long histories", "samples=2", "3.05 1.33 1.46 1.12"),
+            ("long histories", "samples=8", "1.66 1.02 1.14 1.02"),
+        )
     ),
-    ("bucketize_h200", "3.4 196 8.9", "results/fbgemm_over_ours", (min, max, median), 1),
+    ("bucketize_h100", "3.1 196 10.1", "results/fbgemm_over_ours", (min, max, median), 1),
     ("faults", "1,280", "faults", (), 1),
     ("kills", "825 501", "{runs_with_another_number_of_ranks,jobs_compared_bit_by_bit}", (), 1),
     ("programs", "1,208", "right", (), 1),
@@ -124,7 +137,16 @@ def _above_others(result: Any) -> float:
     return 100 * max(one["minimal_move"] / min(one["karmarkar_karp"], one["lpt"]) - 1 for one in loads)
 
 
+def _lost_of_equal(run: int) -> Callable[[Any], float]:
+    def lost(result: Any) -> float:
+        settings = result["runs"][run]["cases"][0]["settings"]
+        return 100 * float(settings["evenkeel"]["mean_ms"] / settings["off"]["mean_ms"] - 1)
+
+    return lost
+
+
 COMPUTED: dict[str, dict[str, Callable[[Any], float]]] = {
+    "equal_2xh100": {"11": _lost_of_equal(0), "0.1": _lost_of_equal(1)},
     "balance_gap": {
         "31 of 45": lambda d: sum(row["evenkeel"]["ms"] <= row["recsys-examples"]["ms"] for row in d["rows"])
     },

@@ -30,7 +30,7 @@ from evenkeel.placement.whole_step import (
 )
 
 MEASURED, MEASURED_ONE_RANK = (measured_costs(one_rank=each) for each in (False, True))
-RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+MEASURED_STEPS = Path(__file__).parent / "measured"
 COSTS = StepCosts(
     host_s=1e-3,
     exchange_host_s=2e-3,
@@ -129,10 +129,10 @@ def test_costs_that_made_steps_are_found_from_them() -> None:
 
 @pytest.mark.parametrize(
     ("file", "field"),
-    [("placement_gpu_steps_2xh200.json", "step"), ("placement_gpu_steps_h200.json", "step_one_rank")],
+    [("steps_2xh200.json", "step"), ("steps_h200.json", "step_one_rank")],
 )
 def test_a_profile_is_calibrated_with_steps_that_were_measured(file: str, field: str) -> None:
-    rows = json.loads((RESULTS / file).read_text("utf-8"))["rows"]
+    rows = json.loads((MEASURED_STEPS / file).read_text("utf-8"))["rows"]
     samples = measured_samples(rows[::2])
     profile, told = with_whole_steps(builtin_profile("h200"), samples)
     assert [sample for sample, _ in told] == list(samples)
@@ -147,13 +147,13 @@ def test_a_profile_is_calibrated_with_steps_that_were_measured(file: str, field:
 @pytest.mark.parametrize(
     ("file", "profile", "steps"),
     [
-        ("placement_gpu_steps_h200.json", "h200", 50),
-        ("placement_gpu_steps_h200_first.json", "h200", 34),
-        ("placement_gpu_steps_h100.json", "h100", 34),
+        ("steps_h200.json", "h200", 50),
+        ("steps_h200_first.json", "h200", 34),
+        ("steps_h100.json", "h100", 34),
     ],
 )
 def test_measured_steps_are_predicted_within_a_fifth(file: str, profile: str, steps: int) -> None:
-    record = json.loads((RESULTS / file).read_text("utf-8"))
+    record = json.loads((MEASURED_STEPS / file).read_text("utf-8"))
     samples = measured_samples(record["rows"])
     assert len(samples) == steps
     for sample in samples:

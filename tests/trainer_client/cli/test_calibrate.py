@@ -16,8 +16,8 @@ from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.storage import torchrec_footprint
 from tests.trainer_client.cli.conftest import Run
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-RAW = RESULTS / "calibration_h200.json"
+RECORDED = Path(__file__).parents[2] / "evenkeel" / "placement" / "measured"
+RAW = RECORDED / "calibration_h200.json"
 VALUES = json.loads(RAW.read_text())
 KERNELS = VALUES["kernels"]["torchrec"]
 
@@ -115,7 +115,7 @@ def test_narrow_rows_are_not_slower_than_embedding_kernels_gather_them() -> None
 
 def test_raw_figures_are_kept_and_whole_steps_fitted(run: Run, tmp_path: Path) -> None:
     raw, kept, output = (tmp_path / name for name in ("raw.json", "kept.json", "out.json"))
-    steps = json.loads((RESULTS / "placement_gpu_steps_2xh200.json").read_text())["rows"]
+    steps = json.loads((RECORDED / "steps_2xh200.json").read_text())["rows"]
     raw.write_text(json.dumps(VALUES | {"whole_steps": steps}))
     shown = run("calibrate", "--raw", raw, "--keep-raw", kept, "--output", output)
     assert shown.exit_code == 0, shown.output
