@@ -126,7 +126,7 @@ def read_rows(
 
 def build_rows(_flat: FlatBatch, leaves: Leaves, array: np.dtype[Any] | None) -> Any:
     """The tensor as it is, or an array of a dtype, in its own byte order."""
-    _, values = next(leaves)
+    values = next(leaves)[1]
     return values if array is None else values.numpy().astype(array, copy=False)
 
 

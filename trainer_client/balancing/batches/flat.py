@@ -189,7 +189,7 @@ class FlatBatch:
         """
         self._offsets = {}
         leaves = zip(self.structure.leaves, self.tensors, strict=True)
-        values = [build(self, leaves, *known) for build, *known in self.structure.fields]
+        values = [build(self, leaves, *known) for build, known in self.structure.fields]
         batch = self._nested(values)
         if not self.structure.derived:
             return batch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import eq
 from typing import Any
 
 from trainer_client.balancing.batches.containers import Tree
-from trainer_client.balancing.batches.fields import OBJECTS, Contents, Derived, Field, Leaf
+from trainer_client.balancing.batches.fields import OBJECTS, Contents, Derived, Leaf
 from trainer_client.balancing.batches.roles import roles_of, shown_role
 from trainer_client.balancing.batches.schema import Schema
 from trainer_client.balancing.batches.spec import BatchError, Declarations
@@ -19,7 +19,7 @@ class Structure:
     """What batches of one kind have in common."""
 
     tree: Tree | None  # the containers; None if the batch is a single field
-    fields: tuple[Field, ...]  # the leaves of the tree
+    fields: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]  # the leaves of the tree, as `Field`
     leaves: tuple[Leaf, ...]  # the tensors
     columns: tuple[str, ...]  # path of each jagged column, ascending
     order: dict[str, int]  # number of each column
@@ -64,7 +64,7 @@ def structure_of(found: Contents, tree: Tree | None, paths: Iterable[str], decla
     shared = tuple(path for parameter, path in found.values if parameter == "shared")
     return Structure(
         tree=tree,
-        fields=tuple(found.fields),
+        fields=tuple((build, tuple(known)) for build, *known in found.fields),
         leaves=leaves,
         columns=columns,
         order=order,
