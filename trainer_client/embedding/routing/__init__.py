@@ -4,8 +4,6 @@ from trainer_client.embedding.routing.bucketize import (
     Bucketized,
     block_bucketize,
     bucketize_kjt,
-    owners,
-    route,
     torchrec_uses_evenkeel,
 )
 from trainer_client.embedding.routing.cpu import warm_up
@@ -19,7 +17,9 @@ from trainer_client.embedding.routing.ownership import (
     block_size,
     continuous,
     hash_roundrobin,
+    owners,
     roundrobin,
+    route,
 )
 from trainer_client.embedding.routing.skew import SkewReport, report
 
