@@ -35,6 +35,7 @@ _REMEDIES = {
     "google": _WITHOUT_TRAINER,
     "torch": _WITHOUT_TORCH,
     "torchrec": "plans are run with TorchRec: install it, or leave --clock out",
+    "matplotlib": "--png needs matplotlib: install it, or leave --png away",
     "pyarrow": "CSV and Parquet are read with pyarrow: install it, or give a .npy file",
 }
 """What to do where a package is missing, by the first part of its module's name."""

@@ -35,6 +35,7 @@ def gain(
     column: Annotated[str | None, typer.Option(help=_COLUMN_HELP)] = None,
     cost: Annotated[str, typer.Option(help=_COST_HELP)] = "linear",
     in_order: Annotated[bool, typer.Option("--in-order", help="Batches as the file has them, not shuffled.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw the loads here; needs matplotlib.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead.")] = False,
 ) -> None:
     """Estimate what balancing would gain, from the lengths of samples alone: one process, no GPU.
@@ -54,6 +55,8 @@ def gain(
             gains = estimate_gain(
                 values, ranks=ranks, batch=batch, linear=linear, pairs=pairs, progress=lambda done: bar(done, 1.0)
             )
+        if png is not None:
+            _draw(png, gains, ranks)
     if as_json:
         rows = [{name: getattr(one, name) for name in ("way", "speed_up", "imbalance", "moved_share")} for one in gains]
         loads = {one.way: one.loads.round(6).tolist() for one in gains}
@@ -142,3 +145,15 @@ def _next_step(gains: list[Gain]) -> str:
     if windows.speed_up * _WORTH >= split.speed_up:
         return f"Next: wrap the loader, with BalanceOptions(window={windows.way.split()[-1]}): docs/train/windows.md"
     return "Next: wrap the loader, and split samples (what their exchange takes is not counted): docs/train/giants.md"
+
+
+def _draw(path: Path, gains: list[Gain], ranks: int) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for one in gains:
+        axes.plot(range(1, ranks + 1), one.loads, label=f"{one.way}: {one.imbalance:.3f}", drawstyle="steps-mid")
+    axes.set(xlabel="rank, heaviest first", ylabel="load over the mean", title="load of the ranks")
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -85,11 +85,12 @@ def test_columns_of_csv_and_parquet_give_the_same(file: Path) -> None:
     assert "there are 0 lengths" in run(file.with_suffix(".parquet"), "--column", "length").stderr
 
 
-def test_it_says_what_to_do_next(file: Path) -> None:
-    done = run(file, "--ranks", 8, "--batch", 64)
+def test_it_says_what_to_do_next_and_draws(file: Path) -> None:
+    done = run(file, "--ranks", 8, "--batch", 64, "--png", file.with_suffix(".png"))
     assert done.exit_code == 0, done.output
     assert "Next: wrap the loader" in done.stdout
     assert "█" in done.stdout
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     np.save(file, np.full(4096, 100))
     assert "Next: nothing" in run(file, "--ranks", 8, "--batch", 64).stdout
 
