@@ -108,3 +108,8 @@ def test_dashboards_have_ids_of_their_own_and_their_links_lead_to_them() -> None
     assert set() < links <= {board["uid"] for board in boards}
     places = [panel["gridPos"] for board in boards for panel in board["panels"]]
     assert max(place["x"] + place["w"] for place in places) <= 24
+
+
+def test_secrets_are_not_committed() -> None:
+    for folder in ("deploy/secrets", "deploy/prometheus/targets", "deploy/prometheus/alertmanagers"):
+        assert (ROOT / folder / ".gitignore").read_text().split() == ["*", "!.gitignore"]

@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -335,3 +336,14 @@ def test_a_plan_that_is_kept_is_given_again_by_another_service(tmp_path: Path) -
     first["plan"]["hbm"]["used_bytes"] += 1
     assert again == first
     assert len(list(folder.iterdir())) == 2
+
+
+def test_a_hundred_clients_get_answers_or_a_time_to_come_back(service: Served) -> None:
+    def ask(_: int) -> tuple[int, bool]:
+        answer = httpx.post(f"{service.url}/v1/plans", json=JOB, timeout=60, trust_env=False)
+        return answer.status_code, "retry-after" in answer.headers
+
+    with ThreadPoolExecutor(100) as pool:
+        answers = set(pool.map(ask, range(100)))
+    assert answers <= {(200, False), (503, True)}
+    assert (200, False) in answers
