@@ -78,9 +78,11 @@ def open_people(
         return People(history, metrics, None)
     views = Views(history, version=version, instance=instance, draining=draining)
     site = BalancerSite(views, transport=transport, tokens=tokens, refused=metrics.failed)
-    server = OperationsServer(
-        metrics.registry, settings.metrics_host, settings.metrics_port, ready=lambda: not draining(), site=site
-    )
+
+    def is_ready() -> bool:
+        return not draining() and pool.size > 0
+
+    server = OperationsServer(metrics.registry, settings.metrics_host, settings.metrics_port, ready=is_ready, site=site)
     return People(history, metrics, server)
 
 

@@ -83,6 +83,11 @@ class WorkerPool:
         """Calls that wait for a worker."""
         return len(self._calls)
 
+    @property
+    def size(self) -> int:
+        """Processes that are there; fewer than wanted while some are replaced."""
+        return len(self._workers)
+
     async def start(self) -> None:
         """Starts the processes; all have compiled what they need when this returns.
 

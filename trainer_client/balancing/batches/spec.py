@@ -41,6 +41,8 @@ class Padded:
     def __post_init__(self) -> None:
         if self.side not in ("right", "left"):
             raise BatchError(f"side is {self.side!r}; padding is 'right' or 'left' of the values")
+        if not isinstance(self.value, int | float):
+            raise BatchError(f"value is {self.value!r}; give the number that samples are filled up with")
         if not is_whole(self.multiple) or self.multiple < 1:
             raise BatchError(f"multiple is {self.multiple!r}; give a whole number >= 1")
 

@@ -231,3 +231,5 @@ def test_wrong_padding_is_refused_when_it_is_declared() -> None:
         Padded(side="top")  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="multiple is 0"):
         Padded(multiple=0)
+    with pytest.raises(BatchError, match="value is '0'"):
+        Padded(value="0")  # type: ignore[arg-type]
