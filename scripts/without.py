@@ -90,7 +90,7 @@ ROOMS = {
     "caps": Room(
         files=("evenkeel/partitioning/memory.py",),
         lines={
-            "evenkeel/partitioning/api.py": ("with_caps", "check_fits", "if memory_caps is not None"),
+            "evenkeel/partitioning/api.py": ("with_caps", "check_fits", "memory_caps is not None"),
             "evenkeel/partitioning/users.py": ("memory",),
         },
         words=r"(?<!get\(\")memory_caps?\b(?!=tuple)|partitioning\.memory",  # what round_of leaves out may stay

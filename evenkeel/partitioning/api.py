@@ -172,12 +172,14 @@ def partition(
         nodes=nodes,
         compiled=compiled,
     )
-    problem = with_caps(problem, memory, memory_caps, compiled)
+    if memory is not None and memory_caps is not None:
+        problem = with_caps(problem, memory, memory_caps, compiled)
     arrays = problem.arrays
     destinations = chosen(problem) if num_ranks > 1 and arrays.costs.size else _at_home(problem)
     if min_samples:
         destinations = _fill(problem, destinations, min_samples)
-    check_fits(memory, memory_caps, destinations)
+    if memory is not None and memory_caps is not None:
+        check_fits(memory, memory_caps, destinations)
     home_loads: Sums = problem.home_loads
     if problem.costs is not arrays.costs:
         home_loads = loads_of(problem.costs, arrays.homes, problem.num_ranks)

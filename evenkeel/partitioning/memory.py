@@ -52,10 +52,8 @@ def _memory_units(memory: Floats, caps: Floats) -> tuple[Integers, Integers, int
     return units, limits, exponent, 0 if whole and bool((exact == units).all()) else 1
 
 
-def with_caps(problem: Problem, memory: ArrayLike | None, caps: ArrayLike | None, compiled: bool = True) -> Problem:
-    """The same problem with memory caps, if there are any; see `partition`."""
-    if memory is None or caps is None:
-        return problem
+def with_caps(problem: Problem, memory: ArrayLike, caps: ArrayLike, compiled: bool = True) -> Problem:
+    """The same problem with memory caps; see `partition`."""
     room = numbers("memory_caps", caps, problem.num_ranks, "rank", MEMORY_CAPS)
     amounts = numbers("memory", memory, problem.costs.size, "sample")
     if not amounts.size:
@@ -118,10 +116,8 @@ def _check_possible(problem: Problem, compiled: bool) -> None:
         )
 
 
-def check_fits(memory: ArrayLike | None, caps: ArrayLike | None, destinations: Ranks) -> None:
+def check_fits(memory: ArrayLike, caps: ArrayLike, destinations: Ranks) -> None:
     """Checks an assignment against the caps in the numbers that were given, of which the units are roundings."""
-    if memory is None or caps is None:
-        return
     room = np.asarray(caps, np.float64)
     used = np.bincount(destinations, weights=np.asarray(memory, np.float64), minlength=room.size)
     over = np.flatnonzero(used > room * (1.0 + COARSENESS))

@@ -57,7 +57,8 @@ def gather_users(samples: RoundSamples, options: RoundOptions, found: Found) -> 
         samples.costs, samples.homes, num_ranks, sizes=samples.moving_sizes, counts="free",
         tolerance=options.tolerance, move_price=options.move_price, speeds=speeds, nodes=samples.nodes,
     )  # fmt: skip
-    problem = with_caps(problem, memory, caps)
+    if memory is not None and caps is not None:
+        problem = with_caps(problem, memory, caps)
     given = problem.arrays
     counts, planned = np.bincount(plan, minlength=num_ranks), loads_of(given.costs, plan, num_ranks)
     longest = float((planned / given.speeds).max())
@@ -78,7 +79,8 @@ def gather_users(samples: RoundSamples, options: RoundOptions, found: Found) -> 
         moved_size_between_nodes=round(between),
     )  # fmt: skip
     with suppress(PartitionError):
-        check_fits(memory, caps, ranks)
+        if memory is not None and caps is not None:
+            check_fits(memory, caps, ranks)
         return replace(found, destinations=ranks, loads_after=loads[None].astype(np.float64), batches=(figures,))
     return found
 

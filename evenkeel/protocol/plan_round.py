@@ -30,6 +30,7 @@ from evenkeel.partitioning.splits import (
     check_splits,
     check_table,
     read_splits,
+    samples_of_parts,
 )
 from evenkeel.protocol import balancer_pb2 as pb
 
@@ -354,12 +355,11 @@ def read_response(data: bytes, samples: RoundSamples) -> RoundPlan:
         raise InvalidMessage("figures", f"{len(message.figures)} batches", f"send those of {batches}")
     figures = tuple(Figures(**_fields_of(Figures, one)) for one in message.figures)
     _check_range("figures", np.array([list(_fields_of(Figures, one).values()) for one in figures]), _NUMBERS)
-    counts = [n]
-    if steps is not None:
-        counts = np.bincount(steps if parts is None else steps[parts.begins == 0], minlength=batches).tolist()
-    for batch, (one, number) in enumerate(zip(figures, counts, strict=True)):
-        if one.samples != number:  # ranks take a batch for empty by it
-            raise InvalidMessage(f"figures[{batch}].samples", one.samples, f"send {number}, as many as the batch has")
+    of, away = _counted(samples, destinations, steps, parts)
+    for batch, one in enumerate(figures):  # by which ranks take a batch for empty, or for one that stays at home
+        for name, number in ("samples", of[batch]), ("moved_samples", away[batch]):
+            if getattr(one, name) != number:
+                raise InvalidMessage(f"figures[{batch}].{name}", getattr(one, name), f"send {number}, as the plan has")
     if not _NUMBERS.holds(message.seconds):
         raise InvalidMessage("seconds", message.seconds, "send seconds, 0 or more")
     return RoundPlan(
@@ -371,6 +371,22 @@ def read_response(data: bytes, samples: RoundSamples) -> RoundPlan:
         batches=figures,
         seconds=message.seconds,
     )
+
+
+def _counted(
+    samples: RoundSamples,
+    destinations: NDArray[np.int32],
+    steps: NDArray[np.int32] | None,
+    parts: RoundParts | None,
+) -> tuple[list[int], list[int]]:
+    """How many samples each batch has, and how many of them, or of their parts, change rank."""
+    homes = samples.homes if parts is None else samples.homes[samples_of_parts(parts.begins)]
+    away = destinations != homes
+    if steps is None:
+        return [len(samples.costs)], [int(np.count_nonzero(away))]
+    first = steps if parts is None else steps[parts.begins == 0]
+    of, moved = (np.bincount(which, minlength=samples.num_batches).tolist() for which in (first, steps[away]))
+    return of, moved
 
 
 def _read_parts(

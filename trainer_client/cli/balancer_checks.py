@@ -18,7 +18,7 @@ from evenkeel.addresses import Endpoint, check_address, endpoints
 from evenkeel.credentials import Credentials, read_credentials
 from evenkeel.handshakes import shake_hands
 from evenkeel.protocol import balancer_pb2 as pb
-from trainer_client.cli.doctor import Finding, Status
+from trainer_client.cli.common import Finding, Status
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name
 _HEALTH, _SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01"  # two fields need no stubs of their own

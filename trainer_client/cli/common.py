@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich import status
@@ -16,6 +17,24 @@ from rich.table import Table
 
 CaOption = Annotated[Path | None, typer.Option("--tls-ca", help="Authorities of the service; EVENKEEL_TLS_CA.")]
 TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with a token; EVENKEEL_TOKEN_FILE.")]
+
+
+class Status(StrEnum):
+    """How bad what is found is; the value is the colour."""
+
+    OK = "green"
+    WARN = "yellow"
+    FAIL = "red"
+    SKIP = "dim"
+
+
+class Finding(NamedTuple):
+    """A line of the report: what was looked at, how bad it is, what was found, and what to do if anything."""
+
+    check: str
+    status: Status
+    text: str
+    remedy: str = ""
 
 
 @contextmanager

@@ -13,10 +13,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,7 +25,7 @@ from rich.table import Table
 from evenkeel import __version__
 from evenkeel.credentials import read_credentials
 from evenkeel.variables import misspelt
-from trainer_client.cli.common import CaOption, TokenOption, waiting
+from trainer_client.cli.common import CaOption, Finding, Status, TokenOption, waiting
 
 _NOT_SYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 _TIMEX_BYTES = 512  # more than struct timex has on any architecture
@@ -37,24 +36,6 @@ _WANTED = {
 _OPTIONAL = ("torchrec", "fbgemm-gpu", "prometheus-client", "dynamicemb")
 _MAX_SKEW_SECONDS = 30.0
 _BALANCER_HELP = "host:port of a balancer or of several behind one name, or IP:port,IP:port."
-
-
-class Status(StrEnum):
-    """How bad what is found is; the value is the colour."""
-
-    OK = "green"
-    WARN = "yellow"
-    FAIL = "red"
-    SKIP = "dim"
-
-
-class Finding(NamedTuple):
-    """A line of the report: what was looked at, how bad it is, what was found, and what to do if anything."""
-
-    check: str
-    status: Status
-    text: str
-    remedy: str = ""
 
 
 def doctor(

@@ -190,11 +190,13 @@ def test_wrong_responses(field: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_figures_are_those_of_as_many_samples(batches: int) -> None:
+@pytest.mark.parametrize("name", ["samples", "moved_samples"])
+def test_figures_are_those_of_the_plan(batches: int, name: str) -> None:
     one = make_round(2, 2, batches=batches)
     message = pb.PlanRoundResponse.FromString(write_response(plan_round(one.samples, one.options)))
-    message.figures[-1].samples = 0
-    with pytest.raises(InvalidMessage, match=rf"figures\[{batches - 1}\].samples is 0; send 4, as many"):
+    right = getattr(message.figures[-1], name)
+    setattr(message.figures[-1], name, right + 1)
+    with pytest.raises(InvalidMessage, match=rf"figures\[{batches - 1}\].{name} is {right + 1}; send {right}, as"):
         read_response(message.SerializeToString(), one.samples)
 
 

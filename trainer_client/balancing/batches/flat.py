@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.fields import OBJECTS
+from trainer_client.balancing.batches.contents import OBJECTS
 from trainer_client.balancing.batches.schema import Schema, SharedValues, bytes_of, describe
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
 from trainer_client.balancing.batches.structure import Structure, as_range

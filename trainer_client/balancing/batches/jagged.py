@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer_client.balancing.batches.containers import is_keyed, join
-from trainer_client.balancing.batches.fields import Contents, Field, Leaves
+from trainer_client.balancing.batches.contents import Contents, Field, Leaves
 from trainer_client.balancing.batches.padding import take_rows
 from trainer_client.balancing.batches.refusals import name_of, type_name
 from trainer_client.balancing.batches.spec import BatchError

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.fields import Contents, Field, Leaves
+from trainer_client.balancing.batches.contents import Contents, Field, Leaves
 from trainer_client.balancing.batches.spec import BatchError, Padded
 
 if TYPE_CHECKING:

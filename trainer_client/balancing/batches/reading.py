@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from trainer_client.balancing.batches.containers import Tree, container_of, is_list_of_objects, is_torchrec, join
+from trainer_client.balancing.batches.contents import Contents, Field
 from trainer_client.balancing.batches.fields import (
-    Contents,
-    Field,
     read_array,
     read_batch_size,
     read_derived,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import ALL, FIRST, LAST
-from trainer_client.balancing.batches.fields import OBJECTS, Leaf
+from trainer_client.balancing.batches.contents import OBJECTS, Leaf
 from trainer_client.balancing.batches.spec import BatchError, Declarations
 
 _PARTS = {"last": LAST, "first": FIRST, "all": ALL}

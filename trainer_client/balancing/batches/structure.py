@@ -8,7 +8,7 @@ from operator import eq
 from typing import Any
 
 from trainer_client.balancing.batches.containers import Tree
-from trainer_client.balancing.batches.fields import OBJECTS, Contents, Derived, Leaf
+from trainer_client.balancing.batches.contents import OBJECTS, Contents, Derived, Leaf
 from trainer_client.balancing.batches.roles import roles_of, shown_role
 from trainer_client.balancing.batches.schema import Schema
 from trainer_client.balancing.batches.spec import BatchError, Declarations

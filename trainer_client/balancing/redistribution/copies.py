@@ -22,7 +22,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import ZERO, kernel
-from trainer_client.balancing.batches.fields import Leaf
+from trainer_client.balancing.batches.contents import Leaf
 from trainer_client.nvrtc import Module
 
 Ints = NDArray[np.int64]

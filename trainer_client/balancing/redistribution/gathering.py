@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.compile import ZERO
 from evenkeel.partitioning.splits import ALL, part_lengths, samples_of_parts
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.batches.fields import Leaf
+from trainer_client.balancing.batches.contents import Leaf
 from trainer_client.balancing.redistribution.copies import (
     MAX_UNITS,
     Copies,

@@ -21,7 +21,7 @@ from benchmarks.references.redistribution import gather_samples, select_samples
 from tests.trainer_client.balancing.batches.helpers import OnDevice, select, x
 from tests.trainer_client.nests import DTYPES, as_bytes, random_bits
 from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten, read_lengths
-from trainer_client.balancing.batches.fields import OBJECTS
+from trainer_client.balancing.batches.contents import OBJECTS
 from trainer_client.balancing.batches.schema import describe, digest
 
 
