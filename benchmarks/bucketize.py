@@ -28,7 +28,7 @@ from trainer_client.embedding.routing import DIST_TYPES, block_bucketize
 CASES = ("long histories", "2 x 32 rows of 16,384", "multi-hot", "one-hot", "wide")
 
 
-def make_case(name: str, *, device: torch.device, seed: int, shrink: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
+def make_case(name: str, *, device: torch.device, seed: int, shrink: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Lengths (features x rows), indices, and number of features of one of `CASES`."""
     generator = torch.Generator().manual_seed(seed)
     features, rows, limit = {
@@ -128,18 +128,15 @@ def measure(name: str, ranks: int, *, device: torch.device, rate: float, repeats
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed calls a case.")] = 30,
     device: Annotated[str, typer.Option(help="cuda or cpu; the GPU if there is one.")] = "",
-    shrink: Annotated[int, typer.Option(help="Divide the rows by this (CPU: 16).")] = 0,
-    ranks: Annotated[list[int] | None, typer.Option(help="Numbers of ranks.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only these cases.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One number of ranks, few calls, small on a CPU.")] = False,
 ) -> None:
     """Measures every case and prints the table."""
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = place.type == "cuda"
-    shrink = shrink or (1 if on_gpu else 1024 if quick else 16)
-    repeats, numbers = (3, [8]) if quick else (repeats, ranks or [8, 64, 256])
+    shrink = 1 if on_gpu else 1024 if quick else 16
+    repeats, numbers = (3, [8]) if quick else (30, [8, 64, 256])
     rate = copy_rate() if on_gpu else 0.0
     rows = [
         measure(name, number, device=place, rate=rate, repeats=repeats, shrink=shrink)

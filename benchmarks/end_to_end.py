@@ -35,7 +35,6 @@ from rich.console import Console
 from benchmarks.end_to_end_report import show, summarize
 from benchmarks.harness.results import write
 from examples.datasets import DISTRIBUTIONS
-from examples.hstu.attention import KERNELS
 from services.operations.launch import running_service
 
 SETTINGS = ("off", "embedded", "grpc", "window", "fitted")
@@ -43,45 +42,40 @@ SETTINGS = ("off", "embedded", "grpc", "window", "fitted")
 
 def main() -> None:
     options = parse_arguments()
-    console = Console(width=190)
-    results = summarize(record(options, console), skip=options.skip)
-    show(results, console)
+    results = summarize(record(options), skip=options.skip)
+    show(results, Console(width=190))
     write(options.json, results)
 
 
-def record(options: argparse.Namespace, console: Console) -> Any:
+def record(options: argparse.Namespace) -> Any:
     """Runs the ranks, and the balancer if a setting needs it; returns what they measured."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        address = ""
+    with contextlib.ExitStack() as stack:
+        options.balancer = None
         if "grpc" in options.settings:
-            address = stack.enter_context(running_service("services.balancer")).address
-        raw = Path(folder) / "raw.json"
+            options.balancer = stack.enter_context(running_service("services.balancer")).address
+        return measured_by("benchmarks.end_to_end_rank", options)
+
+
+def measured_by(module: str, options: argparse.Namespace) -> Any:
+    """Runs a module on as many ranks as the options say; returns what their first one wrote.
+
+    Each rank is given a folder, with the options in `options.json`, and `raw.json` is to be written there.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        told = {name: value for name, value in vars(options).items() if name != "json"}
+        Path(folder, "options.json").write_text(json.dumps(told, default=str))
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
-            "--master-addr", "127.0.0.1", "--master-port", str(options.master_port),
-            "-m", "benchmarks.end_to_end_rank", "--result", str(raw), "--balancer", address,
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks),
+            "-m", module, folder,
         ]  # fmt: skip
-        for flag in PASSED_ON:
-            value = getattr(options, flag)
-            if isinstance(value, bool):
-                command += [f"--{flag.replace('_', '-')}"] if value else []
-            elif value is not None:
-                command += [f"--{flag.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
-        console.print(" ".join(command[1:]), highlight=False)
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": str(options.threads)})
-        return json.loads(raw.read_text())
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
+        return json.loads(Path(folder, "raw.json").read_text())
 
 
-PASSED_ON = (
-    "settings", "lengths", "steps", "batch_size", "max_length", "mean", "layers", "width", "heads", "head_dim",
-    "items", "kernel", "no_compile", "device", "seed", "window", "warm_up", "blocks",
-)  # fmt: skip
-
-
-def add_workload(parser: argparse.ArgumentParser, settings: Sequence[str] = SETTINGS) -> None:
-    """The flags that ranks take too."""
+def add_workload(parser: argparse.ArgumentParser, settings: Sequence[str]) -> None:
+    """The flags of what is trained."""
     parser.add_argument("--settings", nargs="+", choices=settings, default=list(settings))
-    parser.add_argument("--lengths", nargs="+", choices=DISTRIBUTIONS, default=["zipf"])
+    parser.add_argument("--lengths", "--cases", nargs="+", choices=DISTRIBUTIONS, default=["zipf"])
     parser.add_argument("--steps", type=int, default=120, help="steps of each setting")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank")
     parser.add_argument("--max-length", type=int, default=4096, help="longest sequence")
@@ -91,28 +85,24 @@ def add_workload(parser: argparse.ArgumentParser, settings: Sequence[str] = SETT
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=256)
     parser.add_argument("--items", type=int, default=100_000, help="size of the catalogue")
-    parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of the attention")
     parser.add_argument("--window", type=int, default=4, help="batches of a window in the setting `window`")
     parser.add_argument("--warm-up", type=int, help="batches trained before time counts; default: all")
-    parser.add_argument("--no-compile", action="store_true", help="do not compile the layers")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there are any")
     parser.add_argument("--seed", type=int, default=0)
 
 
-def add_blocks(parser: argparse.ArgumentParser) -> None:
-    """The flag of ranks that run several settings."""
+def add_ranks(parser: argparse.ArgumentParser, skip: int) -> None:
+    """The flags of ranks that run several settings."""
+    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each")
     parser.add_argument("--blocks", type=int, default=3, help="turns in which each setting runs its steps")
+    parser.add_argument("--skip", type=int, default=skip, help="first steps of each block that are not counted")
+    parser.add_argument("--json", type=Path, help="where to write the results")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each")
-    add_workload(parser)
-    add_blocks(parser)
-    parser.add_argument("--skip", type=int, default=10, help="first steps of each block that are not counted")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each rank")
-    parser.add_argument("--master-port", type=int, default=29511)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    add_workload(parser, SETTINGS)
+    add_ranks(parser, skip=10)
     return parser.parse_args()
 
 

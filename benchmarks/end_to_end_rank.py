@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import signal
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.end_to_end import add_blocks, add_workload
 from examples.datasets import Keys, SyntheticSequences, lengths_named
 from examples.hstu.attention import choose_kernel
 from examples.hstu.model import ModelOptions
@@ -30,26 +30,15 @@ FIT = FitOptions(every=12, skip=4)
 
 def main() -> None:
     faulthandler.register(signal.SIGTERM, chain=True)  # a rank that is stopped tells where it was
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--balancer", required=True, help="its address; empty where no setting needs one")
-    add_workload(parser)
-    add_blocks(parser)
-    options = parser.parse_args()
-    on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = True
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    options, device = join()
+    rank, on_gpu = dist.get_rank(), device.type == "cuda"
     model = make_model(options, device)
     trainer = Trainer(model, device, learning_rate=1e-4, seed=options.seed)
     say(rank, f"model on {device}, {sum(p.numel() for p in trainer.model.parameters()) / 1e6:.1f} M parameters")
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
         "ranks": dist.get_world_size(),
-        "options": {key: value for key, value in vars(options).items() if not isinstance(value, Path)},
+        "options": vars(options),
         "kernel": model.kernel,
         "workloads": {},
     }
@@ -89,9 +78,40 @@ def main() -> None:
         settings = {setting: collected[setting] for setting in options.settings}
         results["workloads"][lengths] = {"block_steps": length, "settings": settings}
         if rank == 0:  # after each workload, so that a run that is stopped leaves what it has
-            options.result.write_text(json.dumps(results))
+            save(results)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def join() -> tuple[argparse.Namespace, torch.device]:
+    """Joins the ranks that `benchmarks.end_to_end.measured_by` has started; the options and this rank's device."""
+    options = argparse.Namespace(**json.loads(Path(sys.argv[1], "options.json").read_text()))
+    device = use_device(runs_on_gpus(options), int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return options, device
+
+
+def save(results: dict[str, Any]) -> None:
+    """Writes what was measured to where it is looked for."""
+    Path(sys.argv[1], "raw.json").write_text(json.dumps(results))
+
+
+def runs_on_gpus(options: argparse.Namespace) -> bool:
+    """Whether the flags ask for GPUs, or there are any and they do not say."""
+    return torch.cuda.is_available() if options.device is None else bool(options.device == "cuda")
+
+
+def use_device(on_gpu: bool, number: int) -> torch.device:
+    """This process's device."""
+    if not on_gpu:
+        return torch.device("cpu")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return device
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,8 +135,8 @@ def make_model(options: argparse.Namespace, device: torch.device) -> ModelOption
         head_dim=options.head_dim,
         num_items=options.items,
         max_tokens=options.max_length,
-        kernel=choose_kernel(options.kernel, device, 1),
-        compile=device.type == "cuda" and not options.no_compile,
+        kernel=choose_kernel("auto", device, 1),
+        compile=device.type == "cuda",
     )
 
 

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.end_to_end import add_workload
-from benchmarks.end_to_end_rank import make_data, make_model
+from benchmarks.end_to_end_rank import make_data, make_model, runs_on_gpus, use_device
 from benchmarks.end_to_end_report import show, summarize
 from benchmarks.harness.results import write
 from evenkeel.partitioning.refinements import plan_round
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.set_defaults(steps=40)
     options = parser.parse_args()
-    on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
+    on_gpu = runs_on_gpus(options)
     workers = torch.cuda.device_count() if on_gpu else 1
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_worker, (workers, on_gpu, options, folder), nprocs=workers)  # type: ignore[attr-defined,no-untyped-call]
@@ -72,10 +72,7 @@ def main() -> None:
 def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namespace, folder: str) -> None:
     """Replays this GPU's share of the steps and writes what it measured."""
     torch.set_num_threads(2 if on_gpu else os.cpu_count() or 1)
-    device = torch.device("cuda", worker) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = True
+    device = use_device(on_gpu, worker)
     model = make_model(options, device)
     trainer = Trainer(model, device, learning_rate=1e-4, seed=options.seed)
     results: dict[str, Any] = {

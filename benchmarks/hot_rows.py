@@ -1,10 +1,10 @@
 """What ranks send for row-wise tables with hot rows and without: batches of all ranks, replayed and counted.
 
-    python -m benchmarks.hot_rows [--keys FILE ...] [--json benchmarks/results/hot_rows.json]
+    python -m benchmarks.hot_rows [--json benchmarks/results/hot_rows.json]
 
 The first tables are those of the histories of `examples/dlrmv4`, with what is published of Yambda-5B: rows, users in a
 rank's batch, the mean history, and owners that are asked for 2.8 and 1.3 times the mean. Then traces with drift and
-sessions, and files of yours. Hot rows are chosen from the first half of the steps, and bytes counted in the second.
+sessions. Hot rows are chosen from the first half of the steps, and bytes counted in the second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness.results import write
-from benchmarks.key_files import numbered, read_keys
 from benchmarks.references.key_traces import TRACES
 from evenkeel.key_statistics import KeySampler, heavy_hitters
 from examples.datasets import Keys
@@ -74,17 +73,7 @@ def of_lookups(name: str, steps: Iterator[Array], ranks: int) -> Stream:
     return Stream(table, [step.reshape(ranks, -1) for step in steps])
 
 
-def from_file(path: Path, ranks: int) -> Stream:
-    """A file's lookups in their order, in as many steps as it has room for."""
-    keys = numbered(read_keys(path))
-    count = max(2, len(keys) // (ranks * LOOKUPS))
-    each = len(keys) // (count * ranks)
-    return of_lookups(path.name, iter(keys[: count * ranks * each].reshape(count, -1)), ranks)
-
-
-def stream_of(source: str | Path, ranks: int) -> Stream:
-    if isinstance(source, Path):
-        return from_file(source, ranks)
+def stream_of(source: str, ranks: int) -> Stream:
     if source in MADE:
         return made(source, ranks)
     return of_lookups(source, TRACES[source](np.random.default_rng(ranks), STEPS[ranks], ranks * LOOKUPS), ranks)
@@ -123,10 +112,9 @@ def measure(stream: Stream, ranks: int, per_node: int) -> dict[str, Any]:
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
-    keys: Annotated[list[Path] | None, typer.Option(help="Key traces, as `benchmarks.key_files` reads them.")] = None,
 ) -> None:
     """Replays every stream and prints the table."""
-    cells = [(ranks, source) for ranks in WORLDS for source in (*MADE, *TRACES, *(keys or ()))]
+    cells = [(ranks, source) for ranks in WORLDS for source in (*MADE, *TRACES)]
     rows = [measure(stream_of(source, ranks), ranks, WORLDS[ranks]) for ranks, source in track(cells, "streams")]
     shown = Table("stream", "ranks", "hot rows", "MB", "All2All", "once", "hot", "owner", "once", "hot", "link", "hot")
     for row in rows:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import lzma
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +46,6 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams, CacheStatistics
 
 from benchmarks.harness.results import write
-from benchmarks.key_files import numbered, read_keys
 from benchmarks.peers.checkouts import load_torcheasyrec
 from evenkeel.key_statistics import KeySampler, with_statistics
 from evenkeel.placement import Eviction, MissCurve, Optimizer, Plan, PlanRequest, Runtime, Step, Table, Topology, plan
@@ -119,6 +119,16 @@ class Job:
     def unseen(self) -> Sequence[Batch]:
         """What plans are timed on."""
         return self.batches[len(self.batches) // 2 :]
+
+
+def read_keys(path: Path) -> Keys:
+    """(lookups,) the keys of a file, numbered in the order of their first lookups."""
+    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+        keys = np.load(file)
+    _, first, inverse = np.unique(keys.ravel(), return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse]
 
 
 def make_job(tables: int, size: Size, traces: Sequence[Keys], profile: HardwareProfile) -> Job:
@@ -329,23 +339,20 @@ class Try:
     predicted: Plan | None = None
 
 
-def fit_to_budget(
-    attempt: Callable[[int], Try], budget: int, *, start: int | None = None, tries: int = _TRIES
-) -> Try | None:
-    """The plan that takes most of `budget`, among those of `tries` requests that take no more.
+def fit_to_budget(attempt: Callable[[int], Try], budget: int, *, start: int | None = None) -> Try | None:
+    """The plan that takes most of `budget`, among those of some requests that take no more.
 
     Args:
         attempt: Asks the planner with a budget, and measures what its plan takes.
         budget: HBM that a plan may take, in bytes.
         start: The first request; `budget` by default.
-        tries: Requests at most.
 
     Returns:
         `None` where no request gave a plan within the budget.
     """
     best: Try | None = None
     asked, low, high = start or budget, 0, 0  # the largest request known to fit; the smallest known not to, 0: none
-    for _ in range(tries):
+    for _ in range(_TRIES):
         found = attempt(asked)
         used = found.used
         if used is not None and used > budget:
@@ -435,20 +442,19 @@ def cells(size: Size, traces: Sequence[Keys]) -> Iterator[tuple[str, int, float]
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    keys: Annotated[list[Path] | None, typer.Option(help="Key traces, as `benchmarks.key_files` reads them.")] = None,
+    keys: Annotated[list[Path] | None, typer.Option(help="Key traces: `.npy`, or packed as `.npy.xz`.")] = None,
     torcheasyrec: Annotated[Path | None, typer.Option(help="A checkout of TorchEasyRec.")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the way.")] = "cuda",
     hardware: Annotated[str, typer.Option(help="Profile of the GPU, or the file of one.")] = "h200",
     tables: Annotated[list[int] | None, typer.Option(help="Only cells of so many tables.")] = None,
     share: Annotated[list[float] | None, typer.Option(help="Only cells of HBM for such a share of the tables.")] = None,
-    kind: Annotated[str | None, typer.Option(help="Only cells of `traces`, or of `power laws`.")] = None,
     quick: Annotated[bool, typer.Option(help="Tiny tables.")] = False,
 ) -> None:
     """Compare planners cell by cell; the file is written after each."""
     size, place = QUICK if quick else Size(), torch.device(device, 0) if device == "cuda" else torch.device(device)
     size = replace(size, tables=tuple(tables or size.tables), shares=tuple(share or size.shares))
-    traces = [numbered(read_keys(path)) for path in keys or ()]
-    theirs = None if torcheasyrec is None else load_torcheasyrec(torcheasyrec).planner
+    traces = [read_keys(path) for path in keys or ()]
+    theirs = None if torcheasyrec is None else load_torcheasyrec(torcheasyrec)
     known = builtin_profiles()
     profile = known[hardware] if hardware in known else parse_profile(json.loads(Path(hardware).read_text("utf-8")))
     rows: list[dict[str, Any]] = []
@@ -460,8 +466,6 @@ def main(
     }
     with process_group(place):
         for keys_of, number, part in cells(size, traces):
-            if kind not in (None, keys_of):
-                continue
             job = make_job(number, size, traces if keys_of == "traces" else (), profile)
             found = compare(job, part, size, place, theirs)
             rows.append({"keys": keys_of, "tables": number, "hbm_share": part, "planners": found})

@@ -4,7 +4,7 @@
     python -m benchmarks.redistribution --check            # results compared with the reference gather, bit by bit
     python -m benchmarks.redistribution --quick
 
-It starts its ranks itself, with NCCL where there are GPUs enough and Gloo otherwise; under torchrun it uses torchrun's.
+It starts its ranks itself, with NCCL where there are GPUs enough and Gloo otherwise.
 Columns, medians over repeats of the slowest rank, in ms: `ours` its All2All with packing and unpacking; `All2All` one
 All2All of the packed bytes from and into buffers at hand, the floor; `host` how long the host is busy to start ours. On
 GPUs the device's work is queued behind a wait, so that `ours` and `All2All` are times of the device; `call` is host and
@@ -196,13 +196,11 @@ def measure_case(case: Case, strategy: str, device: torch.device, repeats: int) 
 
 def run_rank(rank: int, world_size: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    if port:
-        local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "WORLD_SIZE": world_size}
-        os.environ |= {name: str(value) for name, value in local.items()}
+    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "WORLD_SIZE": world_size}
+    os.environ |= {name: str(value) for name, value in local.items()}
     device = own_gpu() if options.device == "cuda" else torch.device("cpu")
-    method = "env://" if port == 0 else f"tcp://127.0.0.1:{port}"
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     console = Console(quiet=rank != 0, width=150 if not sys.stdout.isatty() else None)
     warm_up(device)
     compared = check(device, 6 if options.quick else 30)
@@ -249,9 +247,6 @@ def main() -> None:
         options.device == "auto" and torch.cuda.device_count() >= max(options.ranks, 1)
     )
     options.device, options.repeats = "cuda" if on_gpu else "cpu", 10 if options.quick else 30
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0, options)
-        return
     ranks = options.ranks or (torch.cuda.device_count() if on_gpu else 2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

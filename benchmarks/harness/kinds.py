@@ -62,15 +62,10 @@ class Harm:
         self._kinds["answer empty"] = lambda run: self._once(run, lambda request, ask: b"")
         self._kinds["answer cut"] = lambda run: self._once(run, lambda request, ask: _cut_short(ask(request), rng))
 
-    @property
-    def kinds(self) -> list[str]:
-        """All there are."""
-        return list(self._kinds)
-
     def pick(self) -> str:
         """A kind by weight."""
         weights = [RARE if "restarted" in kind else 1.0 for kind in self._kinds]
-        return self._rng.choices(self.kinds, weights)[0]
+        return self._rng.choices(list(self._kinds), weights)[0]
 
     def inject(self, kind: str, run: Run) -> bool:
         """Injects a fault; returns whether it met anything."""

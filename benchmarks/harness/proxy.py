@@ -9,7 +9,6 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 CHUNK = 16_384
@@ -26,7 +25,7 @@ class TcpProxy:
         swallow: Takes bytes and passes none on: what was sent is lost, and both sides see open connections.
         refuse: Resets new connections.
         cut_after: Bytes of answers after which the connection that carries them is reset; counts down over all.
-        seen: What it has done, by name.
+        seen: How often it has refused, swallowed, delayed and throttled.
     """
 
     def __init__(self, target: int) -> None:
@@ -47,17 +46,13 @@ class TcpProxy:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    @property
-    def connections(self) -> int:
-        return len(self._writers)
-
     def reset(self) -> int:
         """Resets every connection; returns how many."""
-        return self._on_loop(lambda: self._end_all("reset", _reset))
+        return self._on_loop(lambda: self._end_all(_reset))
 
     def half_close(self) -> int:
         """Ends the direction of the answers of every connection, and leaves the other open; returns how many."""
-        return self._on_loop(lambda: self._end_all("half_close", lambda writer: writer.write_eof(), clients=True))
+        return self._on_loop(lambda: self._end_all(lambda writer: writer.write_eof(), clients=True))
 
     def heal(self) -> None:
         """Harms nothing from now on."""
@@ -71,9 +66,7 @@ class TcpProxy:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.reset()
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -96,13 +89,12 @@ class TcpProxy:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
 
-    def _end_all(self, name: str, end: Callable[[asyncio.StreamWriter], Any], *, clients: bool = False) -> int:
+    def _end_all(self, end: Callable[[asyncio.StreamWriter], Any], *, clients: bool = False) -> int:
         pairs = list(self._writers)
         for client, server in pairs:
             for writer in (client,) if clients else (client, server):
                 with contextlib.suppress(OSError):
                     end(writer)
-            self.seen[name] += 1
         return len(pairs)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -113,7 +105,6 @@ class TcpProxy:
         try:
             upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
-            self.seen["no_target"] += 1
             _reset(writer)
             return
         pair = (writer, upstream)
@@ -146,7 +137,6 @@ class TcpProxy:
                         writer.write(data[: self.cut_after])
                         await writer.drain()
                         self.cut_after = None
-                        self.seen["cut"] += 1
                         _reset(writer, linger=True)
                         return
                     self.cut_after -= len(data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import grpc
@@ -72,7 +71,5 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._server.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.stop(0).wait(5)

@@ -102,7 +102,7 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
             records.append(
                 {
                     "ids": batch["id"].tolist(), "mode": report.mode.value, "reason": report.reason.value,
-                    "wait": report.wait_seconds, "ranks": report.ranks, "round": report.round, "at": time.monotonic(),
+                    "wait": report.wait_seconds, "round": report.round, "at": time.monotonic(),
                     "blocked": blocked,
                 }
             )  # fmt: skip
@@ -115,12 +115,8 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
             if stop.item():
                 break
             came = time.monotonic()
-        counters = loader.counters
-        changes, waits = counters.breaker_changes, counters.wait_seconds
-        started = time.monotonic()
-    return {
-        "records": records, "breaker_changes": changes, "waits": waits, "close_seconds": time.monotonic() - started,
-    }  # fmt: skip
+        changes, started = loader.counters.breaker_changes, time.monotonic()
+    return {"records": records, "breaker_changes": changes, "close_seconds": time.monotonic() - started}
 
 
 @dataclass(slots=True)

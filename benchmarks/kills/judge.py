@@ -38,9 +38,6 @@ class Verdict:
         doubled: Samples that were trained again.
         findings: What is wrong; empty if nothing is.
         compared: Whether the weights were compared with those of a run that was never stopped.
-        asked: Seconds of each `state_dict`.
-        size: Bytes of the largest state.
-        saved_after: Seconds from SIGTERM until the checkpoint was there, at most.
     """
 
     stops: Counter[str] = field(default_factory=Counter)

@@ -10,11 +10,8 @@ alone are compared by `benchmarks.balance_gap`, planners of embedding tables by 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +19,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.end_to_end import add_ranks, add_workload, measured_by
 from benchmarks.harness.results import write
-from benchmarks.peers.cases import SHUFFLE_FLAGS, add_shuffle_flags
 
 MEGABYTE = 1 << 20
+SETTINGS = (
+    "off", "theirs_all_gather", "theirs_all_to_all", "evenkeel", "evenkeel_window", "evenkeel_drop_in",
+)  # fmt: skip
 
 
 def main() -> None:
     options = parse_arguments()
     try:
-        found = summarize(_record(options), options.skip)
+        found = summarize(measured_by("benchmarks.peers.shuffle_rank", options), options.skip)
     except subprocess.CalledProcessError:
         sys.exit("peers: the ranks failed; what they said is above")
     show(found, Console(width=150))
@@ -40,33 +40,11 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each")
-    parser.add_argument("--skip", type=int, default=6, help="first steps of each block that are not counted")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each rank")
-    parser.add_argument("--master-port", type=int, default=29521)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    add_shuffle_flags(parser)
+    parser.add_argument("--recsys-examples", type=Path, required=True, help="checkout of NVIDIA recsys-examples")
+    add_workload(parser, SETTINGS)
+    add_ranks(parser, skip=6)
+    parser.set_defaults(lengths=["equal", "lognormal", "zipf"], warm_up=8, mean=1000.0)
     return parser.parse_args()
-
-
-def _record(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the ranks; what they measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder) / "raw.json"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
-            "--master-addr", "127.0.0.1", "--master-port", str(options.master_port),
-            "-m", "benchmarks.peers.shuffle_rank", "--result", str(raw),
-        ]  # fmt: skip
-        for flag in SHUFFLE_FLAGS:
-            value = getattr(options, flag)
-            if isinstance(value, bool):
-                command += [f"--{flag.replace('_', '-')}"] if value else []
-            elif value is not None:
-                command += [f"--{flag.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": str(options.threads)})
-        recorded: dict[str, Any] = json.loads(raw.read_text())
-    return recorded
 
 
 def summarize(recorded: dict[str, Any], skip: int) -> dict[str, Any]:

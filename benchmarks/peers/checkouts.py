@@ -9,7 +9,7 @@ import importlib.util
 import subprocess
 import sys
 import types
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,6 @@ class Checkout:
     compiled: str
     skipped: tuple[str, ...] = ()
 
-    def describe(self) -> dict[str, Any]:
-        """For a result file."""
-        return asdict(self)
-
     def __str__(self) -> str:
         skipped = f", without running the __init__ of {', '.join(self.skipped)}" if self.skipped else ""
         return f"{self.name} at {self.commit} ({self.compiled}{skipped})"
@@ -50,16 +46,12 @@ class RecsysExamples:
     Attributes:
         checkout: Whose code it is.
         shuffler: Module with `BaseTaskBalancedBatchShuffler`.
-        factory: Module with the registry `BatchShufflerFactory`.
         batch: Module with `BaseBatch`.
-        partitioner: Module with `karmarkar_karp`.
     """
 
     checkout: Checkout
     shuffler: Any
-    factory: Any
     batch: Any
-    partitioner: Any
 
 
 def load_recsys_examples(path: Path) -> RecsysExamples:
@@ -71,11 +63,9 @@ def load_recsys_examples(path: Path) -> RecsysExamples:
     root = path / "examples"
     if not (root / "commons" / "distributed" / "batch_shuffler.py").is_file():
         raise CheckoutError(f"{path} has no examples/commons/distributed/batch_shuffler.py; give a checkout's root")
-    names = ("distributed.batch_shuffler", "distributed.batch_shuffler_factory", "sequence_batch.batch")
-    skipped = _import_from(root, "commons", ("commons.utils",), (*names, "perf_model.partitioner"))
-    shuffler, factory, batch, partitioner = (
-        importlib.import_module(f"commons.{name}") for name in (*names, "perf_model.partitioner")
-    )
+    names = ("distributed.batch_shuffler", "sequence_batch.batch", "perf_model.partitioner")
+    skipped = _import_from(root, "commons", ("commons.utils",), names)
+    shuffler, batch, partitioner = (importlib.import_module(f"commons.{name}") for name in names)
     compiled = (
         "its compiled Karmarkar-Karp"
         if partitioner._kk_cpu_ops is not None
@@ -83,24 +73,11 @@ def load_recsys_examples(path: Path) -> RecsysExamples:
         "`BUILD_EXT_ONLY=kk_cpu_ops python setup.py build_ext --inplace`"
     )
     checkout = Checkout(name="NVIDIA recsys-examples", commit=commit_of(path), compiled=compiled, skipped=skipped)
-    return RecsysExamples(checkout=checkout, shuffler=shuffler, factory=factory, batch=batch, partitioner=partitioner)
+    return RecsysExamples(checkout=checkout, shuffler=shuffler, batch=batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchEasyRec:
-    """Alibaba TorchEasyRec: its planner.
-
-    Attributes:
-        checkout: Whose code it is.
-        planner: Module with `DynamicProgrammingProposer`; or `tzrec.main`, which has all.
-    """
-
-    checkout: Checkout
-    planner: Any
-
-
-def load_torcheasyrec(path: Path) -> TorchEasyRec:
-    """Imports the planner of a checkout of TorchEasyRec.
+def load_torcheasyrec(path: Path) -> Any:
+    """The planner of a checkout of TorchEasyRec: its module with `DynamicProgrammingProposer`.
 
     Raises:
         CheckoutError: If it is none, or its protocol buffers are not generated.
@@ -109,11 +86,8 @@ def load_torcheasyrec(path: Path) -> TorchEasyRec:
         raise CheckoutError(f"{path} has no tzrec/utils/plan_util.py; give a checkout's root")
     if not (path / "tzrec" / "protos" / "feature_pb2.py").is_file():
         raise CheckoutError(f"{path} has no tzrec/protos/feature_pb2.py; run its scripts/gen_proto.sh")
-    skipped = _import_from(path, "tzrec", ("tzrec", "tzrec.utils"), ("utils.plan_util",))
-    checkout = Checkout(
-        name="TorchEasyRec", commit=commit_of(path), compiled="its generated protocol buffers", skipped=skipped
-    )
-    return TorchEasyRec(checkout=checkout, planner=importlib.import_module("tzrec.utils.plan_util"))
+    _import_from(path, "tzrec", ("tzrec", "tzrec.utils"), ("utils.plan_util",))
+    return importlib.import_module("tzrec.utils.plan_util")
 
 
 def commit_of(path: Path) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.end_to_end_rank import compilations, gather, make_model, say
+from benchmarks.end_to_end_rank import compilations, gather, join, make_data, make_model, save, say
 from benchmarks.peers.batches import batch_class, make_batch, to_sequences
-from benchmarks.peers.cases import SETTINGS, add_shuffle_flags
 from benchmarks.peers.checkouts import RecsysExamples, load_recsys_examples
 from benchmarks.peers.loops import Ours, Shuffled, Timed, their_shuffler
 from benchmarks.peers.on_cpu import stand_ins
-from examples.datasets import Keys, SyntheticSequences, lengths_named
 from examples.hstu.model import loss_of
 from examples.hstu.training import Trainer
 from trainer_client.balancing import BalanceOptions, Balancer
@@ -31,18 +27,8 @@ from trainer_client.balancing.adapters.recsys_examples import evenkeel_shuffler
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--result", type=Path, required=True)
-    add_shuffle_flags(parser)
-    options = parser.parse_args()
-    on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = True
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    with nullcontext() if on_gpu else stand_ins():
+    options, device = join()
+    with nullcontext() if device.type == "cuda" else stand_ins():
         measure(options, device)
     dist.barrier()
     dist.destroy_process_group()
@@ -65,18 +51,18 @@ class Entrant:
 def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Runs all cases, and has rank 0 write what all ranks measured."""
     rank = dist.get_rank()
-    peer = load_recsys_examples(options.recsys_examples)
+    peer = load_recsys_examples(Path(options.recsys_examples))
     trainer = Trainer(make_model(options, device), device, learning_rate=1e-4, seed=options.seed)
     results: dict[str, Any] = {
-        "peer": peer.checkout.describe(),
+        "peer": asdict(peer.checkout),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "ranks": dist.get_world_size(),
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "options": vars(options),
         "cases": [],
     }
     say(rank, f"{peer.checkout}; {trainer.options.num_layers} layers on {device}")
     kind = batch_class(peer.batch.BaseBatch)
-    for case in options.cases:
+    for case in options.lengths:
         began = time.perf_counter()
         batches = make_batches(options, case, kind, trainer, device)
         warm_up = Shuffled(None, device)
@@ -106,12 +92,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         seconds = time.perf_counter() - began
         results["cases"].append({"case": case, "seconds": seconds, "settings": collected})
         if rank == 0:  # after each case, so that a run that is stopped leaves what it has
-            options.result.write_text(json.dumps(results))
+            save(results)
 
 
 def enter(setting: str, options: argparse.Namespace, peer: RecsysExamples, device: torch.device, case: str) -> Entrant:
     """A setting, ready for its first block."""
-    assert setting in SETTINGS, setting
     if setting in ("evenkeel", "evenkeel_window"):
         window = options.window if setting == "evenkeel_window" else 1
         balancer = Balancer.embedded(options=BalanceOptions(window=window))
@@ -132,13 +117,8 @@ def make_batches(
     options: argparse.Namespace, case: str, kind: type[Any], trainer: Trainer, device: torch.device
 ) -> list[Any]:
     """This rank's batches."""
-    lengths = lengths_named(case, maximum=options.max_length, mean=options.mean)
-    data = SyntheticSequences(
-        num_batches=options.steps, batch_size=options.batch_size, lengths=lengths, seed=options.seed,
-        rank=dist.get_rank(), items=Keys(count=options.items, exponent=1.05),
-    )  # fmt: skip
     cost, batches = trainer.options.cost(), []
-    for sequences in data:
+    for sequences in make_data(options, case, dist.get_rank()):
         batch = make_batch(kind, sequences, torch.as_tensor(np.asarray(cost(sequences)) / 1e3).long())
         batches.append(batch.pin_memory() if device.type == "cuda" else batch)
     return batches

@@ -8,8 +8,8 @@ A program has several balancers and loaders, loops that end early and on some ra
 loops, uneven and empty data, rows that change their shape, models with routed tables under DDP or FSDP2, and resumes.
 It runs on 2 to 4 ranks that stay up from one program to the next. Every sample is followed, and losses, gradients and
 tables are compared with a dense model in one process. A program is right, or it ends with one documented error that is
-the same on all ranks. What is neither is printed, and written into a folder with what the ranks wrote; the exit status
-is 1 then.
+the same on all ranks. What is neither is printed, and written into `out/programs` with what the ranks wrote; the exit
+status is 1 then.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from benchmarks.programs.crew import Crew, Outcome
 from benchmarks.programs.draw import draw
 from benchmarks.programs.judge import Verdict, judge
 from benchmarks.programs.language import Program, listing
+
+FINDINGS = Path("out/programs")
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ def main() -> int:
     least, _, most = options.ranks.partition("-")
     ranks = int(least), int(most or least)
     tally, started, console = Tally(), time.monotonic(), Console(stderr=True)
-    with Crew(backend=options.backend, group_seconds=options.group_seconds) as crew:
+    with Crew(options.backend) as crew:
         for seed in track(range(options.seed, options.seed + options.count), "programs", console=console):
             program = draw(seed, ranks)
             if options.show:
@@ -75,7 +77,7 @@ def main() -> int:
             tally.add(program, verdict)
             if verdict.findings:
                 print(f"\n{listing(program)}\n-> " + "\n-> ".join(verdict.findings) + "\n", flush=True)
-                keep(options.findings, program, outcome, verdict)
+                keep(program, outcome, verdict)
             if time.monotonic() - started > 60 * options.minutes:
                 break
     result = {name: getattr(tally, name) for name in Tally.__dataclass_fields__}
@@ -86,12 +88,12 @@ def main() -> int:
     return int(bool(wrong))
 
 
-def keep(folder: Path, program: Program, outcome: Outcome, verdict: Verdict) -> None:
+def keep(program: Program, outcome: Outcome, verdict: Verdict) -> None:
     """Writes down a program that went wrong, with what its ranks wrote."""
-    folder.mkdir(parents=True, exist_ok=True)
+    FINDINGS.mkdir(parents=True, exist_ok=True)
     traces = [answer["trace"] for answer in outcome.answers if answer is not None and "trace" in answer]
     parts = [listing(program), "", *verdict.findings, "", *traces, outcome.logs]
-    (folder / f"seed{program.seed}.txt").write_text("\n".join(parts) + "\n")
+    (FINDINGS / f"seed{program.seed}.txt").write_text("\n".join(parts) + "\n")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,8 +105,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", default="2-4", help="processes, or a range of them")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further program begins")
-    parser.add_argument("--group-seconds", type=float, default=12.0, help="after which a collective fails")
-    parser.add_argument("--findings", type=Path, default=Path("out/programs"), help="where programs go that went wrong")
     parser.add_argument("--show", action="store_true", help="print every program")
     parser.add_argument("--json", type=Path, help="where the result goes")
     return parser.parse_args()

@@ -33,21 +33,19 @@ class Outcome:
     Attributes:
         answers: By rank; None: it never answered.
         troubles: Ranks that hung or died, services that died.
-        seconds: How long it took.
         logs: The end of what each rank wrote.
     """
 
     answers: list[dict[str, Any] | None]
     troubles: list[str] = field(default_factory=list)
-    seconds: float = 0.0
     logs: str = ""
 
 
 class Crew:
     """Processes for the ranks of programs, and the services that they ask."""
 
-    def __init__(self, *, backend: str = "gloo", group_seconds: float = 12.0) -> None:
-        self.backend, self.group_seconds = backend, group_seconds
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
         if not zygote.is_warm():
             zygote.context.set_forkserver_preload(["benchmarks.programs.preloaded"])
         self._stack = ExitStack()
@@ -81,7 +79,6 @@ class Crew:
                 raise RuntimeError(f"rank {rank} did not start")
             assert self._ends[rank].recv() == "ready"
         logs = {rank: self._log(rank).stat().st_size for rank in range(program.ranks)}
-        started = time.monotonic()
         folder = self._folder / f"program{self._number}"
         folder.mkdir()
         for rank in range(program.ranks):
@@ -90,11 +87,9 @@ class Crew:
                 addresses=addresses,
                 folder=folder,
                 device=f"cuda:{rank}" if self.backend == "nccl" else "cpu",
-                group_seconds=self.group_seconds,
             )
             self._ends[rank].send((self._number, program, setting))
         outcome = self._collect(program)
-        outcome.seconds = time.monotonic() - started
         outcome.troubles += self._services.check(kinds)
         failed = any(answer is None or "error" in answer or answer["leaked"] for answer in outcome.answers)
         if outcome.troubles or failed:
@@ -111,7 +106,7 @@ class Crew:
         answers: list[dict[str, Any] | None] = [None] * program.ranks
         troubles: list[str] = []
         waiting = set(range(program.ranks))
-        deadline = time.monotonic() + 2 * self.group_seconds + 10.0
+        deadline = time.monotonic() + 2 * ranks.GROUP_SECONDS + 10.0
         raised_at: float | None = None
         late: set[int] = set()
         while waiting:

@@ -44,6 +44,7 @@ from evenkeel.partitioning.splits import SplitSample
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport, SplitOptions
 from trainer_client.balancing import asking
 
+GROUP_SECONDS = 12.0  # after which a collective fails
 SERVICE_SECONDS = 20.0
 FAULTY_SECONDS = 0.25
 # How long a lead that wants a batch waits for an answer: long, so that it is the service's plans that are tested.
@@ -60,14 +61,12 @@ class Setting:
         addresses: Of the service, by kind of balancer.
         folder: Shared by the ranks, for checkpoints.
         device: Where batches are trained.
-        group_seconds: After which a collective fails.
     """
 
     job: str
     addresses: dict[str, str]
     folder: Path
     device: str
-    group_seconds: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,7 +169,7 @@ class Runner:
             ],
             split=SplitOptions(above=0.02, within=0.1, fixed=0.5) if plan.split else None,
             timeout=timedelta(seconds=SERVICE_SECONDS if plan.kind == "service" else FAULTY_SECONDS),
-            group_timeout=timedelta(seconds=self.setting.group_seconds),
+            group_timeout=timedelta(seconds=GROUP_SECONDS),
         )  # fmt: skip
         among = None if self._mesh is None else self._mesh["dp"]
         if plan.kind == "off":
@@ -329,7 +328,7 @@ def serve(rank: int, end: Connection, port: int, backend: str, log: Path, stacks
                 number, program, setting = end.recv()
             except EOFError:
                 os._exit(0)  # nothing of a program holds up the end
-            faulthandler.dump_traceback_later(setting.group_seconds + 2.0, repeat=False, file=file)
+            faulthandler.dump_traceback_later(GROUP_SECONDS + 2.0, repeat=False, file=file)
             answer = _run_one(rank, program, setting, PrefixStore(str(number), store), backend)
             faulthandler.cancel_dump_traceback_later()
             end.send(answer)
@@ -340,7 +339,6 @@ def serve(rank: int, end: Connection, port: int, backend: str, log: Path, stacks
 
 
 def _run_one(rank: int, program: lang.Program, setting: Setting, store: Store, backend: str) -> dict[str, Any]:
-    started = time.perf_counter()
     asking.GRACE = max(GRACE_SECONDS.get(plan.kind, 0.002) for plan in program.balancers)
     try:
         on_gpu = backend == "nccl"
@@ -348,7 +346,7 @@ def _run_one(rank: int, program: lang.Program, setting: Setting, store: Store, b
             torch.cuda.set_device(torch.device(setting.device))
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=program.ranks,
-            timeout=timedelta(seconds=setting.group_seconds),
+            timeout=timedelta(seconds=GROUP_SECONDS),
             # Bound to a device, PyTorch 2.11 splits it for meshes, and crashes where a dimension has one rank.
             device_id=torch.device(setting.device) if on_gpu and program.peers == 1 else None,
         )  # fmt: skip
@@ -362,9 +360,8 @@ def _run_one(rank: int, program: lang.Program, setting: Setting, store: Store, b
             "error": f"{kind.__module__}.{kind.__qualname__}",
             "message": str(error),
             "trace": traceback.format_exc(),
-            "seconds": time.perf_counter() - started,
         }
-    return answer | {"seconds": time.perf_counter() - started}
+    return answer
 
 
 def _threads_left(patience: float = 8.0) -> list[str]:
