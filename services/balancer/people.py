@@ -78,11 +78,10 @@ def open_people(
         return People(history, metrics, None)
     views = Views(history, version=version, instance=instance, draining=draining)
     site = BalancerSite(views, transport=transport, tokens=tokens, refused=metrics.failed)
-
-    def is_ready() -> bool:
-        return not draining() and pool.size > 0
-
-    server = OperationsServer(metrics.registry, settings.metrics_host, settings.metrics_port, ready=is_ready, site=site)
+    server = OperationsServer(
+        metrics.registry, settings.metrics_host, settings.metrics_port,
+        ready=lambda: not draining() and pool.size > 0, site=site,
+    )  # fmt: skip
     return People(history, metrics, server)
 
 

@@ -22,8 +22,6 @@ from trainer_client.balancing.batches.spec import BatchError, MaxLength
 if TYPE_CHECKING:
     from trainer_client.balancing.batches.flat import FlatBatch
 
-# --------------------------------------------------------------------------- rows, of tensors and arrays
-
 
 def read_rows(
     found: Contents, tensor: torch.Tensor, path: str, rows: int | str, array: np.dtype[Any] | None = None
@@ -60,9 +58,6 @@ def read_array(found: Contents, array: NDArray[Any], path: str, declared: Mappin
     if not plain.flags.writeable or any(stride < 0 for stride in plain.strides):  # torch cannot read its memory
         plain = plain.copy()
     return read_rows(found, torch.from_numpy(plain), path, declared.get("rows_per_sample", 1), array.dtype)
-
-
-# --------------------------------------------------------------------------------------------- objects
 
 
 def read_objects(found: Contents, values: Sequence[Any] | NDArray[Any], path: str) -> Field:
@@ -104,9 +99,6 @@ def build_objects(
         widest = np.array(objects, dtype=dtype.kind).dtype
         dtype = dtype if widest.itemsize <= dtype.itemsize else widest.newbyteorder(dtype.byteorder)
     return np.array(objects, dtype=dtype).reshape(len(objects), *shape)
-
-
-# ----------------------------------------------------------------------------- values without samples
 
 
 def read_none(found: Contents, path: str) -> Field:
