@@ -64,9 +64,9 @@ def test_the_lightest_are_taken_for_ranks_with_too_few_and_nothing_else_moves() 
     found = partition([5, 1, 7, 2], [0] * 4, 3, counts="free", min_samples=1, stay=True)
     assert found.destinations.tolist() == [0, 1, 0, 2]
     assert found.loads.tolist() == [12, 1, 2]
-    capped = {"memory": [4.0] * 3, "memory_caps": [12.0, 4.0, 1.0]}  # which come first
-    found = partition(np.ones(3), [0] * 3, 3, counts="free", min_samples=1, **capped)
-    assert np.bincount(found.destinations, minlength=3).tolist() == [2, 1, 0]
+    capped = {"memory": [4.0] * 6, "memory_caps": [24.0, 4.0, 1.0]}  # which come first
+    found = partition(np.ones(6), [0] * 6, 3, counts="free", min_samples=2, stay=True, **capped)
+    assert np.bincount(found.destinations, minlength=3).tolist() == [5, 1, 0]
 
 
 def test_memory_caps_hold_to_the_last_unit() -> None:
