@@ -47,7 +47,7 @@ def samples_of_ranks(draw: st.DrawFn) -> list[RankSamples]:
                 sizes=np.array(numbers(n, 2**40), np.int64),
                 lengths=np.array(numbers(n * width, 2**31), np.int64).reshape(n, width),
                 batch_sizes=sizes,
-                memory=np.array(numbers(n, 2**40), np.float64) if with_memory else None,
+                memory=np.array(numbers(n, 2**40), np.float64) if with_memory and (n or draw(st.booleans())) else None,
                 users=np.array(numbers(n, 2**32 - 1), np.uint32) if with_users and (n or draw(st.booleans())) else None,
             )
         )
@@ -98,8 +98,9 @@ def test_contributions_are_read_as_written(samples: list[RankSamples], more: lis
         assert joined.users.tolist() == [user for one in samples if one.users is not None for user in one.users]
     else:
         assert joined.users is None
-    memories = None if samples[0].memory is None else [one for each in samples for one in each.memory.tolist()]
-    assert (None if joined.memory is None else joined.memory.tolist()) == memories
+    memories = [one.memory for one in samples if one.memory is not None]  # of all that have samples, or of none
+    assert (joined.memory is None) == (not memories)
+    assert joined.memory is None or joined.memory.tolist() == np.concatenate(memories).tolist()
     for rank, one in enumerate(written):
         header = read.headers[rank]
         for name in ("state", "schema", "shared", "copy", "taken"):
