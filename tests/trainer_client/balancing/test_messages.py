@@ -203,7 +203,8 @@ NOTHING_LEFT = Contribution(state=State.EXHAUSTED)
 
 def test_nothing_is_said_by_default() -> None:
     assert [name for name, value in vars(Decision(mode=Mode.END)).items() if value] == ["mode", "reason"]
-    assert read_directive(pack_directives(Broadcast())[0], number=0, rank=0).ended
+    (row,) = pack_directives(Broadcast())
+    assert read_directive(row, number=0, rank=0).ended
     header = Contributions.of([Contribution()]).headers[0]
     assert [name for name in header.dtype.names if np.any(header[name])] == ["size"]
 
