@@ -71,10 +71,10 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
         for lengths, text in zip(DRAWN, texts.split(), strict=True)
     ),
     (
-        "rounds", "2.24 0.43 0.87 19.4 13.2 2.7 81.5 66.0 5.8", "sizes/ranks={8,1024,4096}/{p50_ms,floor_ms,echo_ms}",
+        "rounds", "1.77 0.32 0.70 15.3 10.0 2.1 74.5 57.1 5.3", "sizes/ranks={8,1024,4096}/{p50_ms,floor_ms,echo_ms}",
         (), 1,
     ),
-    ("rounds", "1,632 3,156", "jobs/jobs=100/{rounds_per_second,echoes_per_second}", (), 1),
+    ("rounds", "1,458 3,163", "jobs/jobs=100/{rounds_per_second,echoes_per_second}", (), 1),
     ("redistribution_2xh100", "0.025 0.156", "rows/strategy=minimal_move/ours_ms", (min, max), 1),
     ("redistribution_2xh100", "0.024 0.086", "rows/strategy=minimal_move/all_to_all_ms", (min, max), 1),
     ("redistribution_2xh100", "0.508", "rows/strategy=shuffle/ours_ms", (max,), 1),
