@@ -89,7 +89,7 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
     ("bucketize_h100", "3.1 196 10.1", "results/fbgemm_over_ours", (min, max, median), 1),
     ("faults", "1,245", "faults", (), 1),
     ("kills", "825 501", "{runs_with_another_number_of_ranks,jobs_compared_bit_by_bit}", (), 1),
-    ("programs", "1,208", "right", (), 1),
+    ("programs", "1,990", "right", (), 1),
     ("hot_rows", "1.18 1.01", "rows/stream=album_id/ranks=8/heaviest_owner/{once,once_hot}", (), 1),
     ("hot_rows", "1.11", "rows/stream=sessions/ranks=64/heaviest_owner/once_hot", (), 1),
     *(
