@@ -215,7 +215,7 @@ def _on_the_way(batch: Any) -> _Keys:
         values = values.to(torch.int64)
     if isinstance(lengths, torch.Tensor):
         lengths = lengths.to("cpu", non_blocking=True)
-    copy, arrived = values.to("cpu", non_blocking=True).contiguous(), None
+    copy, arrived = values.contiguous().to("cpu", non_blocking=True), None  # before it is there, nothing may read it
     if values.device.type == "cuda":
         event: Any = torch.cuda.Event
         arrived = event()
