@@ -12,25 +12,25 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (12565, 9500),
+    "evenkeel": (12567, 9500),
     "services": (4303, 4500),
     "services/balancer": (1816, 2000),
     "evenkeel/partitioning": (4841, 4000),
-    "evenkeel/placement": (5443, 4500),
+    "evenkeel/placement": (5445, 4500),
     "evenkeel/key_statistics": (741, 500),
     "services/planner": (1000, 1000),
     "services/operations": (803, 800),
     "services/security": (683, 700),
-    "trainer_client": (21033, 15000),
-    "trainer_client/balancing": (10898, 8000),
+    "trainer_client": (21044, 15000),
+    "trainer_client/balancing": (10902, 8000),
     "trainer_client/balancing/adapters": (602, 600),
     "trainer_client/embedding": (4084, 3000),
     "trainer_client/embedding/checkpoint": (1335, 1100),
     "trainer_client/attention": (1136, 1000),
     "trainer_client/planning": (2049, 1200),
     "trainer_client/observing": (758, 700),
-    "trainer_client/cli": (1565, 900),
-    "tests": (24318, 20000),
+    "trainer_client/cli": (1572, 900),
+    "tests": (24333, 20000),
     "benchmarks": (7988, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

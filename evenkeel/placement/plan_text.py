@@ -53,7 +53,7 @@ def _plan_parts(plan: Plan) -> Iterable[RenderableType]:
     if plan.shortage is not None:
         yield Text.assemble(("Nothing fits.", "bold red"), f" {plan.shortage.explanation}")
         return
-    if plan.seconds is None or plan.gap is None:
+    if plan.seconds is None:
         yield Text.assemble(("No answer in time.", "bold red"), " Raise solver.time_limit_s.")
         return
     out = RichTable(
@@ -78,7 +78,9 @@ def _plan_parts(plan: Plan) -> Iterable[RenderableType]:
             f"{p.seconds_per_gib * 1e6:.3g}" if p.seconds_per_gib else "",
         )
     yield out
-    gap = "proved optimal" if plan.gap == 0 else f"within {100 * plan.gap:.2g} % of the best possible"
+    gap = "proved optimal" if plan.gap == 0 else "not proved"  # a simple plan that the clock has chosen
+    if plan.gap:
+        gap = f"within {100 * plan.gap:.2g} % of the best possible"
     yield Text(f"{plan.status.value}: {gap}; {len(plan.modules)} fused module{'s' * (len(plan.modules) != 1)}")
     room = f" beside {plan.workspace_bytes / _GIB:.2f} GiB of workspace" if plan.workspace_bytes else ""
     for name, budget, beside in (("HBM of the fullest rank", plan.hbm, room), ("memory of a host", plan.host, "")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import statistics
 import time
@@ -50,7 +51,8 @@ def check_balancers(
 
 def _check_replica(replica: Endpoint, job: str | None, credentials: Credentials, timeout: float) -> Iterator[Finding]:
     """Network, TLS, health, token, versions, round trip and job, as far as one depends on the other."""
-    for finding in _connect(replica, credentials, timeout):
+    for check in (_reach, _handshake):
+        finding = check(replica, credentials, timeout)
         yield finding
         if finding.status is Status.FAIL:
             return
@@ -76,28 +78,33 @@ def _check_replica(replica: Endpoint, job: str | None, credentials: Credentials,
             yield _check_job(channel, job, credentials.metadata(str(replica)), timeout)
 
 
-def _connect(replica: Endpoint, credentials: Credentials, timeout: float) -> Iterator[Finding]:
+def _reach(replica: Endpoint, _credentials: Credentials, timeout: float) -> Finding:
     started = time.perf_counter()
     try:
-        shaken = shake_hands(replica, credentials, timeout)
+        with socket.create_connection((replica.host, replica.port), timeout):
+            taken = time.perf_counter() - started
     except TimeoutError:
-        remedy = "a firewall or network policy drops the packets, or the balancer hangs: open the port, or see its log"
-        yield Finding("address", Status.FAIL, f"{replica} does not answer within {timeout:g} s", remedy)
-        return
+        remedy = "a firewall or network policy drops the packets: open the port"
+        return Finding("address", Status.FAIL, f"{replica} does not answer within {timeout:g} s", remedy)
     except OSError as error:
         remedy = "nobody listens there: start the balancer, or correct the port"
-        yield Finding("address", Status.FAIL, f"{replica}: {error.strerror or error}", remedy)
-        return
-    yield Finding("address", Status.OK, f"{replica}, connected in {(time.perf_counter() - started) * 1e3:.1f} ms")
+        return Finding("address", Status.FAIL, f"{replica}: {error.strerror or error}", remedy)
+    return Finding("address", Status.OK, f"{replica}, connected in {taken * 1e3:.1f} ms")
+
+
+def _handshake(replica: Endpoint, credentials: Credentials, timeout: float) -> Finding:
+    try:
+        shaken = shake_hands(replica, credentials, timeout)
+    except OSError as error:
+        return Finding("TLS", Status.FAIL, str(error), "it takes connections, and does not answer them: see its log")
     if shaken.problem:
-        yield Finding("TLS", Status.FAIL, shaken.problem, shaken.remedy)
-    elif not shaken.version:
-        yield Finding("TLS", Status.SKIP, "plaintext", "set EVENKEEL_TLS_CA where others share the network")
-    else:
-        days = (ssl.cert_time_to_seconds(str(shaken.certificate["notAfter"])) - time.time()) / 86_400
-        soon = days < 14
-        text = f"{shaken.version}; the certificate expires in {days:.{int(soon)}f} days"
-        yield Finding("TLS", Status.WARN if soon else Status.OK, text, "renew it" if soon else "")
+        return Finding("TLS", Status.FAIL, shaken.problem, shaken.remedy)
+    if not shaken.version:
+        return Finding("TLS", Status.SKIP, "plaintext", "set EVENKEEL_TLS_CA where others share the network")
+    days = (ssl.cert_time_to_seconds(str(shaken.certificate["notAfter"])) - time.time()) / 86_400
+    if days < 14:
+        return Finding("TLS", Status.WARN, f"{shaken.version}; the certificate expires in {days:.1f} days", "renew it")
+    return Finding("TLS", Status.OK, f"{shaken.version}; the certificate holds for {days:.0f} days")
 
 
 def _check_calls(channel: Any, credentials: Credentials, metadata: Any, timeout: float) -> Iterator[Finding]:

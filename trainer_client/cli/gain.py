@@ -87,8 +87,8 @@ def _read(path: Path, column: str | None) -> NDArray[np.int64]:
     values = _column(path, column) if values is None else values
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iuf"):
         raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one number for each sample")
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise ValueError(f"{path} holds numbers that are not finite; give the positions of each sample")
+    if values.dtype.kind == "f" and not (values == np.rint(values)).all():  # nor are NaN and infinities
+        raise ValueError(f"{path} holds {values[values != np.rint(values)][0]}; give whole numbers of positions")
     if values.size and (values.min() < 0 or values.max() > 1 << 32):
         raise ValueError(f"{path} holds {values.min()} to {values.max()}; give lengths of 0 to 2^32")
     if values.size and not values.any():

@@ -108,3 +108,9 @@ def test_the_text_tells_the_ranks_of_tables_that_are_not_on_all() -> None:
     assert "HBM_ONLY        CW 0-1" in rows[1]
     assert "HBM_ONLY        DP" in rows[2]
     assert "mode, ratio" not in str(PlanText(plan(request((replace(first, name="plain"),), hbm_gib=40)), None))
+
+
+def test_a_plan_that_the_clock_has_chosen_is_shown_without_a_proof() -> None:
+    found = replace(plan(request(random_tables(2, 0), hbm_gib=40)), gap=None)
+    assert "not proved" in str(PlanText(found, None))
+    assert found.placements[0].table in str(PlanText(found, None))

@@ -76,12 +76,14 @@ def test_each_obstacle_is_told_apart(secured: ServiceProcess, files: Files, tmp_
     stranger = write_certificate(trustme.CA(), tmp_path, "stranger")
     wrong = tmp_path / "wrong"
     wrong.write_text("w" * 43)
-    with socket.socket() as nobody:
+    with socket.socket() as nobody, socket.create_server(("127.0.0.1", 0)) as silent:  # which answers nothing
         nobody.bind(("127.0.0.1", 0))  # and does not listen
+        hangs = f"127.0.0.1:{silent.getsockname()[1]}"
         cases: list[tuple[tuple[object, ...], str, str]] = [
             (("nowhere",), "settings", "give host:port"),
             (("no.such.host.invalid:1",), "address", "has no address"),
             ((f"127.0.0.1:{nobody.getsockname()[1]}",), "address", "refused"),
+            ((hangs, "--timeout", 0.5), "TLS", "timed out"),
             ((address,), "TLS", "the balancer speaks TLS, and this client plaintext"),
             ((address, "--tls-ca", stranger.ca), "TLS", "does not hold"),
             ((address, "--tls-ca", files.ca), "token", "no token"),

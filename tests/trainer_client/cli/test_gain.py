@@ -98,6 +98,7 @@ def test_it_says_what_to_do_next_and_draws(file: Path) -> None:
 def test_mistakes_name_the_remedy(file: Path) -> None:
     np.save(file.with_name("two.npy"), np.ones((4, 4)))
     np.save(file.with_name("less.npy"), np.array([1, -1]))
+    np.save(file.with_name("parts.npy"), np.array([1.0, 0.5]))
     file.with_name("a.csv").write_text("a,b\n1,2\n")
     file.with_name("words.csv").write_text("a\n5\n6\nx\n")
     file.with_name("headless.csv").write_text("5\n6\n")
@@ -109,6 +110,7 @@ def test_mistakes_name_the_remedy(file: Path) -> None:
         ((file, "--cost", "cubic"), "use linear, attention, or two numbers"),
         ((file.with_name("two.npy"),), "give one number for each sample"),
         ((file.with_name("less.npy"),), "give lengths of 0 to 2^32"),
+        ((file.with_name("parts.npy"),), "holds 0.5; give whole numbers"),
         ((file.with_name("a.csv"),), "name one of a, b"),
         ((file.with_name("words.csv"),), "Failed to parse string: 'x'"),
         ((file.with_name("headless.csv"),), "begins with 5 where the name of its column should be"),

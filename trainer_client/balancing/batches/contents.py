@@ -106,7 +106,11 @@ class Derived(NamedTuple):
         function: Any = self.function
         if isinstance(function, _Missing) and spec is not None:
             function = declarations_of(spec).at(self.path).get("derived", function)
-        return function(batch)
+        try:
+            return function(batch)
+        except Exception as error:
+            error.add_note(f"in the function that gives {self.path!r}, declared in derived")
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A function that cannot be pickled, such as a lambda, is replaced by what says so."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +101,10 @@ def test_derived_values_see_no_values_of_another_batch() -> None:
     spec = BatchSpec(derived={"total": total, "more.0": lambda batch: len(batch["x"])})
     found = select_samples(flatten({"x": x(), "total": 33, "more": (3, x())}, spec), np.array([1, 2])).unflatten()
     assert (found["total"], found["more"][0], seen) == (23, 2, [(None, None)])
+    wrong = flatten({"x": x(), "total": 33}, BatchSpec(derived={"total": lambda batch: 1 // 0}))
+    with pytest.raises(ZeroDivisionError) as caught:
+        wrong.unflatten()
+    assert "'total', declared in derived" in caught.value.__notes__[0]
 
 
 def test_a_default_device_does_not_matter() -> None:
