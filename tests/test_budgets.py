@@ -21,8 +21,8 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/planner": (1000, 1000),
     "services/operations": (803, 800),
     "services/security": (683, 700),
-    "trainer_client": (21044, 15000),
-    "trainer_client/balancing": (10902, 8000),
+    "trainer_client": (21055, 15000),
+    "trainer_client/balancing": (10912, 8000),
     "trainer_client/balancing/adapters": (602, 600),
     "trainer_client/embedding": (4084, 3000),
     "trainer_client/embedding/checkpoint": (1335, 1100),
@@ -30,7 +30,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client/planning": (2049, 1200),
     "trainer_client/observing": (758, 700),
     "trainer_client/cli": (1572, 900),
-    "tests": (24333, 20000),
+    "tests": (24339, 20000),
     "benchmarks": (7988, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, RoundReport, SplitOptions
     from trainer_client.balancing.batches import BatchSpec, MaxLength, Padded
-    from trainer_client.balancing.costs import HSTUCost, TokenCost, TransformerCost
+    from trainer_client.balancing.costs import HSTUCost, SemanticIdCost, TokenCost, TransformerCost
     from trainer_client.balancing.sampling import GlobalBatchSampler, TokenBudgetSampler
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "MaxLength",
     "Padded",
     "RoundReport",
+    "SemanticIdCost",
     "SplitOptions",
     "TokenBudgetSampler",
     "TokenCost",

@@ -23,7 +23,7 @@ from trainer_client.balancing.batches.fields import (
 from trainer_client.balancing.batches.jagged import read_jagged
 from trainer_client.balancing.batches.padding import read_padded
 from trainer_client.balancing.batches.refusals import DERIVED, name_of, refusal, type_name
-from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Declarations, declarations_of
+from trainer_client.balancing.batches.spec import WANTED, BatchError, BatchSpec, Declarations, declarations_of
 from trainer_client.balancing.batches.structure import Structure, structure_of
 
 _MAX_STRUCTURES = 16  # that are remembered of a spec
@@ -60,7 +60,8 @@ class Reading(Contents):
             return None
         container = container_of(value)
         if container is None:
-            raise BatchError(refusal(value, path) + self.hint())
+            misused = "".join(f"; {name} names it, {WANTED[name]}" for name in declared if name in WANTED)
+            raise BatchError(f"{refusal(value, path)}{self.hint()}{misused}")
         if is_list and path:
             self.lists.append(path)
         values, names, context = container.flatten(value)
@@ -131,7 +132,10 @@ def read(batch: Any, spec: BatchSpec) -> Reading:
     """Takes a batch apart, wherever it is; refuses what is not understood, and batch sizes that disagree."""
     declared = declarations_of(spec)
     reading = Reading(declared)
-    tree = reading.visit(batch, "")
+    try:
+        tree = reading.visit(batch, "")
+    except RecursionError:
+        raise BatchError("the batch holds itself, or too much in itself; pass what is trained alone") from None
     if reading.has_empty_lists and not any(samples for _, samples in reading.sizes):
         reading = Reading(declared, empty_lists_are_objects=True)  # those of no samples
         tree = reading.visit(batch, "")
@@ -177,6 +181,7 @@ def _offsets_hint(reading: Reading) -> str:
             if not tensor[0] and (tensor.diff() >= 0).all() and int(tensor[-1]) in ends:
                 return (
                     f"; {leaf.path!r} looks like offsets, which do not move: give the samples' lengths instead, "
-                    f"{leaf.path}.diff(), and make offsets of those of the batch that is trained"
+                    f"{leaf.path}.diff(), and make offsets of those of the batch that is trained; else declare it "
+                    + DERIVED
                 )
     return ""

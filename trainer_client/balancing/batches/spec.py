@@ -57,6 +57,10 @@ class MaxLength:
 
     path: str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str):
+            raise BatchError(f"path is {self.path!r}; give the path of the lengths")
+
 
 Derive = Callable[[Any], Any] | MaxLength
 Part = Literal["last", "first", "all"]
@@ -105,8 +109,9 @@ class BatchSpec:
 
     def __post_init__(self) -> None:
         for name in _COLLECTIONS:
-            if isinstance(getattr(self, name), str):
-                raise BatchError(f"{name} is the string {getattr(self, name)!r}; give a collection of paths")
+            declared = getattr(self, name)
+            if isinstance(declared, str) or (isinstance(declared, Mapping) and name not in _MAPPED):
+                raise BatchError(f"{name} is {declared!r}; give a collection of paths")
         for name, (wanted, fits) in _MAPPED.items():
             declared = getattr(self, name)
             if name != "sequence" and not isinstance(declared, Mapping):
@@ -197,7 +202,7 @@ class Declarations:
                     )
             if path in paths:
                 raise BatchError(
-                    f"{name} names {path!r}, {_WANTED.get(name, 'which is declared otherwise; declare it once')}"
+                    f"{name} names {path!r}, {WANTED.get(name, 'which is declared otherwise; declare it once')}"
                 )
             raise BatchError(
                 f"{name} names {path!r}, which the batch does not have; its paths are: {', '.join(filter(None, paths))}"
@@ -216,7 +221,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 _WHOLE = ("shared", "objects", "derived")  # what is declared so is not looked into
-_WANTED = {
+WANTED = {
     "rows_per_sample": "which is no tensor, or knows its lengths; declare flattened tensors only",
     "padded": "which is no dense tensor (samples, width, …); declare padded tensors only",
     "objects": "which is no list, tuple or array; tensors travel as they are",

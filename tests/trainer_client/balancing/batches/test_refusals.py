@@ -59,10 +59,14 @@ def rows(**declared: Any) -> BatchSpec:
     return BatchSpec(rows_per_sample=declared)
 
 
+LOOP: list[Any] = [X]
+LOOP.append(LOOP)
 TWICE = {"x": X, "f": torch.zeros(6), "m": {"a": X}}
 COUNTED = {"x": X, "n": torch.tensor([2, 0, 1]), "v": torch.zeros(3), "w": torch.zeros(3)}
 VALUES = {
     "int": Case(5, r"'v' is a int \(5\); declare it in batch_size if .* in derived, with the function .* in shared if"),
+    "int among objects": Case(5, "'v' is a int .*; objects names it, which is no list", BatchSpec(objects={"v"})),
+    "batch in itself": Case(LOOP, "the batch holds itself"),
     "bool": Case(True, r"'v' is a bool \(True\); declare it in shared"),
     "set": Case({1, 2}, r"'v' is a set; supported are .* declare it in shared if .*, or put one for each sample in a"),
     "offsets": Case(torch.tensor([0, 1, 1, 3]), r"'v' looks like offsets, .*: give the samples' lengths instead"),
@@ -211,8 +215,8 @@ def test_what_is_no_batch_is_named_with_its_remedy(name: str) -> None:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({"shared": "x"}, "shared is the string 'x'"),
-        ({"objects": "t"}, "objects is the string"),
+        ({"shared": "x"}, "shared is 'x'; give a collection"),
+        ({"objects": {"t": 1}}, "objects is {'t': 1}; give a collection"),
         ({"rows_per_sample": {"x": 0}}, "is 0; give a whole number"),
         ({"rows_per_sample": {"x": 1.5}}, "is 1.5; give a whole number"),
         ({"padded": ["t"]}, "padded is"),
@@ -227,6 +231,8 @@ def test_wrong_declarations_are_refused_when_they_are_made(declared: dict[str, A
 
 
 def test_wrong_padding_is_refused_when_it_is_declared() -> None:
+    with pytest.raises(BatchError, match="path is 5"):
+        MaxLength(5)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="side is 'top'"):
         Padded(side="top")  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="multiple is 0"):

@@ -204,7 +204,7 @@ def test_ranks_that_declare_another_sequence_have_another_schema() -> None:
         ({"sequence": {"nothing"}}, "sequence names 'nothing', which the batch does not have"),
         ({"sequence": {"history"}}, "sequence names 'history', which is no jagged field"),
         ({"sequence": {"history.items": 0}}, "sequence['history.items'] is 0; give the values of an item"),
-        ({"sequence": "history.items"}, "sequence is the string 'history.items'; give a collection of paths"),
+        ({"sequence": "history.items"}, "sequence is 'history.items'; give a collection of paths"),
         ({"sequence": {"history.codes": 3}}, "sample 1 has 8 values in 'history.num_codes', which sequence declares"),
         ({"sequence": {"history.items": 1, "history.items.weights": 2}}, "are declared differently in sequence"),
         (
