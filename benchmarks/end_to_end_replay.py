@@ -91,13 +91,14 @@ def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namesp
             trainer.reset()
             loaded = [pinned(batch, on_gpu) for step in zip(*mine, strict=True) for batch in step]
             trainer.run(loaded[: options.warm_up], Balancer.off())
-            workload: dict[str, Any] = {"steps": own, "settings": {}}
-            results["replays"][ranks][lengths] = workload
-            for setting in track(options.settings, f"{ranks} ranks, {lengths}", disable=worker > 0):
-                planned, plans = plan(mine, setting, model.cost(), options.window)
-                trainer.reset()
-                run = trainer.run([pinned(batch, on_gpu) for step in planned for batch in step], Balancer.off())
-                workload["settings"][setting] = collect(run, ranks) | plans
+            plans = {setting: plan(mine, setting, model.cost(), options.window) for setting in options.settings}
+            runs: dict[str, list[Run]] = {setting: [] for setting in options.settings}
+            for first in track(range(0, len(own), options.window), f"{ranks} ranks, {lengths}", disable=worker > 0):
+                for setting, (planned, _) in plans.items():
+                    batches = [batch for step in planned[first : first + options.window] for batch in step]
+                    runs[setting].append(trainer.run([pinned(batch, on_gpu) for batch in batches], Balancer.off()))
+            settings = {setting: collect(runs[setting], ranks) | plans[setting][1] for setting in options.settings}
+            results["replays"][ranks][lengths] = {"steps": own, "settings": settings}
     (Path(folder) / f"{worker}.json").write_text(json.dumps(results))
 
 
@@ -154,15 +155,15 @@ def assemble(flats: list[FlatBatch], counts: list[int], wanted: NDArray[np.bool_
     return batch
 
 
-def collect(run: Run, ranks: int) -> dict[str, Any]:
+def collect(runs: list[Run], ranks: int) -> dict[str, Any]:
     """What was measured, by rank and step, as `benchmarks.end_to_end_rank` writes it; nothing travels."""
-    compute = np.array([step.compute for step in run.times]).reshape(-1, ranks)
-    optimizer = np.array([step.optimizer for step in run.times]).reshape(-1, ranks)
+    compute = np.array([step.compute for run in runs for step in run.times]).reshape(-1, ranks)
+    optimizer = np.array([step.optimizer for run in runs for step in run.times]).reshape(-1, ranks)
     waiting = compute.max(axis=1, keepdims=True) - compute
     return {
         "times": np.stack([0 * compute, compute, waiting, optimizer], axis=2).transpose(1, 0, 2).tolist(),
-        "flops": np.array(run.flops).reshape(-1, ranks).T.tolist(),
-        "peak_bytes": [run.peak_bytes],
+        "flops": np.concatenate([run.flops for run in runs]).reshape(-1, ranks).T.tolist(),
+        "peak_bytes": [max(run.peak_bytes for run in runs)],
     }
 
 
