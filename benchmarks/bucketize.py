@@ -59,10 +59,6 @@ def copy_rate() -> float:
     return 2 * source.nbytes / gpu_median([lambda: target.copy_(source)], 20)
 
 
-def new_event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 def gpu_median(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
     """Median seconds of the calls, taken in turn, each queued behind a pass over 2 GiB."""
     displace = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
@@ -70,7 +66,7 @@ def gpu_median(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
         call()
     times: list[float] = []
     for i in range(repeats):
-        start, stop = new_event(), new_event()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         displace.sum()
         start.record()
         calls[i % len(calls)]()
@@ -89,16 +85,6 @@ def cpu_median(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def has_fbgemm() -> bool:
-    with suppress(Exception):
-        import fbgemm_gpu  # noqa: F401
-
-    try:
-        return bool(torch.ops.fbgemm.block_bucketize_sparse_features)
-    except AttributeError:
-        return False
-
-
 def measure(name: str, ranks: int, *, device: torch.device, rate: float, repeats: int, shrink: int) -> dict[str, Any]:
     batches = [make_case(name, device=device, seed=seed, shrink=shrink) for seed in range(3)]
     features = batches[0][2]
@@ -115,7 +101,9 @@ def measure(name: str, ranks: int, *, device: torch.device, rate: float, repeats
         worst = max(row[f"{mode}_ms"] for mode in DIST_TYPES)
         row["over_floor"] = worst / row["floor_ms"]
         row["within_3_floors_and_30_us"] = worst <= 3 * row["floor_ms"] + 0.030
-    if has_fbgemm():
+    with suppress(Exception):
+        import fbgemm_gpu  # noqa: F401
+    if hasattr(torch.ops.fbgemm, "block_bucketize_sparse_features"):
         operator = torch.ops.fbgemm.block_bucketize_sparse_features
         peers = [partial(operator, b[0], b[1], False, True, blocks, ranks) for b in batches]
         row["fbgemm_ms"] = median(peers, max(5, repeats // 4)) * 1000

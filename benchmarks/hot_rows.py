@@ -27,7 +27,6 @@ from benchmarks.references.key_traces import TRACES
 from evenkeel.key_statistics import KeySampler, heavy_hitters
 from examples.datasets import Keys
 from examples.dlrmv4.stream import POPULARITY, ROWS, SKEW, rows_of
-from trainer_client.embedding.routing import owners
 from trainer_client.embedding.tables import RoutedTable, choose_hot_rows
 
 Array = npt.NDArray[Any]
@@ -92,8 +91,7 @@ def measure(stream: Stream, ranks: int, per_node: int) -> dict[str, Any]:
     for step in stream.steps[half:]:
         for rank, lookups in enumerate(step):
             unique, times = np.unique(lookups, return_counts=True)
-            block = table.rows_per_rank(ranks)
-            owner = owners(torch.from_numpy(unique), table.resolved_routing, world_size=ranks, block_size=block)
+            owner = table.route(torch.from_numpy(unique), ranks)[0]
             cold = ~np.isin(unique, hot, assume_unique=True)
             for name, weight in zip(asked, (times, times * cold, np.ones_like(times), cold), strict=True):
                 asked[name][rank] += np.bincount(owner.numpy(), weight, ranks)

@@ -100,7 +100,7 @@ ROOMS = {
         files=(f"{_EMBEDDING}/tables/hot.py", f"{_EMBEDDING}/tables/hot_choice.py"),
         lines={
             f"{_EMBEDDING}/tables/__init__.py": ("hot_choice", "HotChoice", "HotCosts", "choose_hot_rows"),
-            f"{_EMBEDDING}/tables/collection.py": ("HotRows", r"\bself\.hot\b", "_hot", "hot = ", "import functional"),
+            f"{_EMBEDDING}/tables/collection.py": ("HotRows", r"\bself\.hot\b", "_hot", "hot = "),
             f"{_EMBEDDING}/checkpoint/live.py": (r"\.hot\b",),
         },
         words=r"hold_hot_rows|choose_hot_rows",

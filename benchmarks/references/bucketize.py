@@ -1,11 +1,29 @@
-"""Bucketize in plain torch operations, on any device: the definition that the kernels are held against."""
+"""Bucketize in plain torch and NumPy operations: the definition that the kernels are held against."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_client.embedding.routing import Routing, route
+from trainer_client.embedding.routing import Routing
+
+
+def route(keys: Tensor, routing: Routing, world_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """Owner of each of (n) keys and the index sent to it, in unsigned integers."""
+    key = keys.to(torch.int64).numpy().view(np.uint64)
+    ranks, width, bits = np.uint64(world_size), np.uint64(max(block, 1)), np.uint64(33)
+    sent, inside = key, np.zeros(key.shape, dtype=bool)
+    if routing.dist_type == "continuous":
+        inside = (key // width < ranks) & (block > 0)
+        sent = np.where(inside, key % width, key // ranks)
+    elif routing.dist_type == "hash_roundrobin":
+        key = key ^ np.uint64(routing.mix % 2**64)
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            key = (key ^ key >> bits) * np.uint64(factor)
+        key = key ^ key >> bits
+    owner = np.where(inside, key // width, key % ranks)
+    return torch.from_numpy(owner.view(np.int64)), torch.from_numpy(sent.view(np.int64)).to(keys.dtype)
 
 
 def bucketize(
@@ -25,22 +43,17 @@ def bucketize(
     """
     num_features, num_rows = len(block_sizes), lengths.numel()
     sizes = list(batch_sizes) if batch_sizes is not None else [num_rows // max(num_features, 1)] * num_features
-    assert sum(sizes) == num_rows, (sizes, num_rows)
     counts = lengths.to(torch.int64)
-    row = torch.repeat_interleave(torch.arange(num_rows, device=indices.device), counts)
-    position = torch.arange(indices.numel(), device=indices.device) - (counts.cumsum(0) - counts)[row]
+    row = torch.repeat_interleave(torch.arange(num_rows), counts)
+    position = torch.arange(indices.numel()) - (counts.cumsum(0) - counts)[row]
+    feature = torch.repeat_interleave(torch.arange(num_features), torch.tensor(sizes, dtype=torch.int64))[row]
     owner, sent = torch.empty_like(row), indices.clone()
-    row_start, start = 0, 0
-    for size, block, routing in zip(sizes, block_sizes, routings, strict=True):
-        stop = start + int(counts[row_start : row_start + size].sum())
-        owner[start:stop], sent[start:stop] = route(
-            indices[start:stop], routing, world_size=world_size, block_size=block
-        )
-        row_start, start = row_start + size, stop
+    for number, (block, routing) in enumerate(zip(block_sizes, routings, strict=True)):
+        of_it = feature == number
+        owner[of_it], sent[of_it] = route(indices[of_it], routing, world_size, block)
     order = torch.argsort(owner, stable=True)
     slot = torch.empty_like(order)
-    slot[order] = torch.arange(order.numel(), device=order.device)
+    slot[order] = torch.arange(order.numel())
     new_lengths = torch.bincount(owner * num_rows + row, minlength=world_size * num_rows).to(lengths.dtype)
-    new_weights = weights[order] if weights is not None else None
-    narrow = torch.int64 if indices.dtype == torch.uint64 else indices.dtype
-    return new_lengths, sent[order], new_weights, position[order].to(narrow), slot.to(narrow)
+    places = position[order].to(indices.dtype), slot.to(indices.dtype)
+    return new_lengths, sent[order], None if weights is None else weights[order], *places

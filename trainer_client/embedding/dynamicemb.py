@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_client.embedding.checkpoint.dynamicemb import DynamicEmbDump, joined, table_of
+from trainer_client.embedding.checkpoint.dumps import DynamicEmbDump, joined, table_of
 from trainer_client.embedding.checkpoint.files import DUMP_FILE
 from trainer_client.embedding.checkpoint.record import CheckpointError, Rows
 from trainer_client.embedding.routing import owners

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from trainer_client.embedding.checkpoint import dcp
-from trainer_client.embedding.checkpoint.dynamicemb import (
+from trainer_client.embedding.checkpoint.dumps import (
     COUNTER,
     DynamicEmbDump,
     RawRows,

@@ -4,6 +4,8 @@ from trainer_client.embedding.routing.bucketize import (
     Bucketized,
     block_bucketize,
     bucketize_kjt,
+    owners,
+    route,
     torchrec_uses_evenkeel,
 )
 from trainer_client.embedding.routing.cpu import warm_up
@@ -17,9 +19,7 @@ from trainer_client.embedding.routing.ownership import (
     block_size,
     continuous,
     hash_roundrobin,
-    owners,
     roundrobin,
-    route,
 )
 from trainer_client.embedding.routing.skew import SkewReport, report
 

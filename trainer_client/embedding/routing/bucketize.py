@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer_client.embedding.routing import cpu
-from trainer_client.embedding.routing.ownership import RoutingLike, as_routings, check_world_size
+from trainer_client.embedding.routing.ownership import RoutingLike, as_routing, as_routings, check_world_size
 
 Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -45,10 +45,10 @@ def _fake(
 ) -> Outputs:
     return (
         lengths.new_empty(world_size * lengths.numel()),
-        indices.new_empty(indices.numel()),
-        weights.new_empty(weights.numel()) if weights is not None else None,
-        indices.new_empty(indices.numel()) if positions else None,
-        indices.new_empty(indices.numel()) if permutation else None,
+        torch.empty_like(indices),
+        torch.empty_like(weights) if weights is not None else None,
+        torch.empty_like(indices) if positions else None,
+        torch.empty_like(indices) if permutation else None,
     )
 
 
@@ -177,6 +177,37 @@ def block_bucketize(
     )  # fmt: skip
     result = Bucketized(*outputs)
     return result._replace(indices=result.indices.view(torch.uint64)) if indices.dtype == torch.uint64 else result
+
+
+def route(keys: Tensor, routing: RoutingLike, *, world_size: int, block_size: int = 0) -> tuple[Tensor, Tensor]:
+    """Owner of each key, and the index that is sent to it.
+
+    Args:
+        keys: Any shape; int32, int64 or uint64.
+        routing: The table's.
+        world_size: Ranks that share the table.
+        block_size: Rows a rank under `continuous`, below 2**63; others ignore it.
+
+    Returns:
+        Owners as int64 and indices in the keys' dtype (the low half of an out-of-range quotient for int32), in the
+        shape of `keys`.
+
+    Raises:
+        ValueError: If `world_size` or a dtype is out of range, or the routing is unknown.
+    """
+    flat = keys.reshape(-1)
+    flat = flat.view(torch.int64) if keys.dtype == torch.uint64 else flat
+    one_row = torch.tensor([flat.numel()], device=keys.device)
+    sent = block_bucketize(one_row, flat, [block_size], world_size, as_routing(routing))
+    assert sent.permutation is not None
+    places = sent.permutation.to(torch.int64)
+    owner = torch.searchsorted(sent.lengths.cumsum(0), places, right=True)
+    return owner.view(keys.shape), sent.indices[places].view(keys.dtype).view(keys.shape)
+
+
+def owners(keys: Tensor, routing: RoutingLike, *, world_size: int, block_size: int = 0) -> Tensor:
+    """Rank that owns each key, as int64 in the shape of `keys`; see `route`."""
+    return route(keys, routing, world_size=world_size, block_size=block_size)[0]
 
 
 def bucketize_kjt(

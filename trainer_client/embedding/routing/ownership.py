@@ -1,4 +1,4 @@
-"""The ways of choosing the rank that owns an embedding key, and the owners of keys in torch operations on any device.
+"""The ways of choosing the rank that owns an embedding key.
 
 With `W` ranks, key `k` read as an unsigned 64-bit number (int32 keys are sign-extended, so a key has one owner
 whatever the dtype that carries it) and `blk` the feature's block size, `ceil(rows / W)`:
@@ -33,6 +33,7 @@ DIST_TYPES: tuple[DistType, ...] = ("continuous", "roundrobin", "hash_roundrobin
 HASH_IDENTITY = "murmur3_fmix64_xor_seed"
 
 _MASK = (1 << 64) - 1
+_HIGH = _MASK >> 33  # what a shift by 33 leaves of a number without a sign
 
 
 def fmix64(key: int) -> int:
@@ -142,40 +143,11 @@ def block_size(num_rows: int, world_size: int) -> int:
     return -(-num_rows // world_size)
 
 
-_LOW = 0xFFFFFFFF
-_MIN = -(1 << 63)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift(keys: Tensor, by: int) -> Tensor:
-    return (keys >> by) & ((1 << 64 - by) - 1)
-
-
 def fmix64_of(keys: Tensor) -> Tensor:
     """MurmurHash3 finaliser of int64 numbers, read as unsigned."""
-    keys = keys ^ _shift(keys, 33)
-    keys = keys * _signed(0xFF51AFD7ED558CCD)
-    keys = keys ^ _shift(keys, 33)
-    keys = keys * _signed(0xC4CEB9FE1A85EC53)
-    return keys ^ _shift(keys, 33)
-
-
-def _divide_by_ranks(keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
-    """Unsigned quotient and remainder, by long division in base 2**32."""
-    high, low = _shift(keys, 32), keys & _LOW
-    rest = (high % world_size << 32) + low
-    return (high // world_size << 32) + rest // world_size, rest % world_size
-
-
-def _divide_by_block(keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Unsigned quotient and remainder for blocks below 2**63, halving keys so that the signed division applies."""
-    quotient = _shift(keys, 1) // block << 1
-    rest = keys - quotient * block
-    over = (rest < 0) | (rest >= block)
-    return quotient + over, torch.where(over, rest - block, rest)
+    for factor in (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64)):
+        keys = (keys ^ (keys >> 33 & _HIGH)) * factor
+    return keys ^ (keys >> 33 & _HIGH)
 
 
 def as_int64(keys: Tensor) -> Tensor:
@@ -185,41 +157,3 @@ def as_int64(keys: Tensor) -> Tensor:
     if keys.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"keys have dtype {keys.dtype}; use int32, int64 or uint64")
     return keys.to(torch.int64)
-
-
-def route(keys: Tensor, routing: RoutingLike, *, world_size: int, block_size: int = 0) -> tuple[Tensor, Tensor]:
-    """Owner of each key, and the index that is sent to it.
-
-    Args:
-        keys: Any shape; int32, int64 or uint64.
-        routing: The table's.
-        world_size: Ranks that share the table.
-        block_size: Rows a rank under `continuous`, below 2**63; others ignore it.
-
-    Returns:
-        Owners as int64 and indices in the keys' dtype (the low half of an out-of-range quotient for int32), in the
-        shape of `keys`.
-
-    Raises:
-        ValueError: If `world_size` or a dtype is out of range, or the routing is unknown.
-    """
-    check_world_size(world_size)
-    wide, routing = as_int64(keys), as_routing(routing)
-    if routing.dist_type == "roundrobin":
-        return _divide_by_ranks(wide, world_size)[1], keys
-    if routing.dist_type == "hash_roundrobin":
-        return _divide_by_ranks(fmix64_of(wide ^ routing.mix), world_size)[1], keys
-    quotient, remainder = _divide_by_ranks(wide, world_size)
-    if block_size > 0:
-        limit = min(block_size * world_size, 1 << 64)
-        # Unsigned comparison: flip the sign bit of both sides.
-        inside = (wide ^ _MIN) <= ((limit - 1) - (1 << 63))
-        block, within = _divide_by_block(wide, block_size)
-        remainder, quotient = torch.where(inside, block, remainder), torch.where(inside, within, quotient)
-    sent = quotient.view(torch.uint64) if keys.dtype == torch.uint64 else quotient.to(keys.dtype)
-    return remainder, sent
-
-
-def owners(keys: Tensor, routing: RoutingLike, *, world_size: int, block_size: int = 0) -> Tensor:
-    """Rank that owns each key, as int64 in the shape of `keys`; see `route`."""
-    return route(keys, routing, world_size=world_size, block_size=block_size)[0]

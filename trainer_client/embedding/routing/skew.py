@@ -1,6 +1,6 @@
 """How evenly a batch's keys spread over ranks, and whether another routing could do better."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_client.embedding.routing.ownership import RoutingLike, as_int64, as_routings, owners
+from trainer_client.embedding.routing.bucketize import block_bucketize
+from trainer_client.embedding.routing.ownership import RoutingLike, as_int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +58,14 @@ def lower_bound(counts: Tensor, world_size: int) -> float:
 
 def _loads(
     kjt: Any, world_size: int, routing: RoutingLike | Sequence[RoutingLike], block_sizes: Sequence[int] | None
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of each feature its name, its keys on the host, and (world_size) how many of them each rank owns."""
-    names, routings = list(kjt.keys()), as_routings(routing)
-    routings = routings * len(names) if len(routings) == 1 else routings
-    blocks = [0] * len(names) if block_sizes is None else block_sizes
-    if len(routings) != len(names) or len(blocks) != len(names):
-        raise ValueError(
-            f"{len(routings)} routings and {len(blocks)} block sizes for {len(names)} features; give one each"
-        )
-    values, at = as_int64(kjt.values()).cpu(), 0
-    for name, how, block, length in zip(names, routings, blocks, kjt.length_per_key(), strict=True):
-        keys = values[at : at + length]
-        at += length
-        owner = owners(keys, how, world_size=world_size, block_size=block)
-        yield name, keys, torch.bincount(owner, minlength=world_size)
+) -> Tensor:
+    """(ranks x features) how many of each feature's keys each rank owns."""
+    lengths = torch.tensor(kjt.length_per_key(), dtype=torch.int64, device="cpu")
+    blocks = [0] * len(lengths) if block_sizes is None else block_sizes
+    if len(blocks) != len(lengths):
+        raise ValueError(f"{len(blocks)} block sizes for {len(lengths)} features; give one each")
+    sent = block_bucketize(lengths, kjt.values().cpu(), blocks, world_size, routing, permutation=False)
+    return sent.lengths.view(world_size, -1)
 
 
 def feature_skew(
@@ -82,8 +76,9 @@ def feature_skew(
     block_sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Keys of the rank with the most over the mean, of each feature that has any; arguments as in `report`."""
-    loads = _loads(kjt, world_size, routing, block_sizes)
-    return {name: int(load.max()) * world_size / len(keys) for name, keys, load in loads if len(keys)}
+    heaviest = _loads(kjt, world_size, routing, block_sizes).amax(0).tolist()
+    features = zip(kjt.keys(), kjt.length_per_key(), heaviest, strict=True)
+    return {name: most * world_size / length for name, length, most in features if length}
 
 
 def report(
@@ -106,10 +101,10 @@ def report(
     Raises:
         ValueError: If the numbers of routings, block sizes and features differ.
     """
-    load = torch.zeros(world_size, dtype=torch.int64, device="cpu")
+    load = _loads(kjt, world_size, routing, block_sizes).sum(1)
     counts, hottest = [torch.zeros(0, dtype=torch.int64, device="cpu")], list[HotKey]()
-    for name, keys, of_feature in _loads(kjt, world_size, routing, block_sizes):
-        load += of_feature
+    by_feature = as_int64(kjt.values()).cpu().split(kjt.length_per_key())  # type: ignore[no-untyped-call]
+    for name, keys in zip(kjt.keys(), by_feature, strict=True):
         unique, count = torch.unique(keys, return_counts=True)
         counts.append(count)
         heavy = count.topk(min(top, count.numel()))

@@ -1,10 +1,9 @@
 """A collection of row-wise sharded tables: bucketize, All2All, lookup at the owner, All2All back, unbucketize."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -12,21 +11,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from trainer_client.embedding.routing import block_bucketize, warm_up
-from trainer_client.embedding.routing.ownership import as_int64
-from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory, per_table
+from trainer_client.embedding.routing import warm_up
+from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory, by_owner, cut, per_table
 from trainer_client.embedding.tables.exchange import (
-    Status,
     all_to_all,
-    cut,
     differentiable_all_to_all,
     exchange_counts,
     exchange_group,
-    raise_together,
+    start_telling,
 )
 from trainer_client.embedding.tables.hot import HotRows
-from trainer_client.embedding.tables.part import RankLocal, module_name, rows_of_other_ranks
+from trainer_client.embedding.tables.part import module_name, rows_of_other_ranks
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable
+from trainer_client.embedding.tables.wrappers import RankLocal
 
 
 def default_table(table: RoutedTable, rank: int, world_size: int, device: torch.device) -> nn.Module:
@@ -50,6 +47,20 @@ def _as_group(ranks: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup
 def _rank_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank among those that share the tables, and their number."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+class _Request(NamedTuple):
+    """What a rank asks of the owners of some tables' keys.
+
+    Attributes:
+        keys: (n): what is sent, in the order of their owners, then of columns.
+        counts: (ranks x columns): how many of them go where.
+        order: (keys of the batch): which of the rows that come back is that of each; n rows, then the hot ones.
+    """
+
+    keys: Tensor
+    counts: Tensor
+    order: Tensor
 
 
 class RoutedEmbeddingCollection(RankLocal):
@@ -154,126 +165,92 @@ class RoutedEmbeddingCollection(RankLocal):
         """
         if self.hot is not None:
             self.hot.refresh(self.tables, self._device, exchange_group(self.group))
-        with self._raised_by_all(self._features(self._groups[0])):
-            parts = self._parts(batch)
-        results: dict[str, Tensor] = {}
-        look_up = self._look_up
-        if self.hot is not None:
-            look_up = self._look_up_hot
-        for part, tables in zip(parts, self._groups, strict=True):
-            vectors, counts = look_up(part, tables)
-            if vectors.requires_grad and self.gradient_divide_factor != 1:
-                # Divided before any are added up, as a sum may not fit into a narrow type.
-                vectors.register_hook(lambda gradient: gradient / self.gradient_divide_factor)  # type: ignore[no-untyped-call]
-            results.update(self._pool(vectors, counts, part, tables))
-        return results
-
-    def _look_up_hot(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[Tensor, list[int]]:
-        """As `_look_up`, which gets the lookups of rows that are not hot."""
-        assert self.hot is not None
-        with self._raised_by_all(self._features(tables)):
-            split = self.hot.split(part, tables)
-        if split is None:
-            return self._look_up(part, tables)
-        others, order, counts = split
-        # Whose gradients of a row, many of one that is hot, are added up on GPUs in float32 whatever the rows' type.
-        return functional.embedding(order, self._look_up(others, tables)[0]), counts
-
-    def _parts(self, batch: Any) -> list[KeyBatch]:
-        """What each exchange is about."""
-        keys = KeyBatch.of(batch)
-        keys = replace(keys, values=as_int64(keys.values))  # what travels is the same on all ranks
-        if keys.weights is not None and keys.weights.numel() != keys.values.numel():
-            raise ValueError(f"weights has {keys.weights.numel()} elements, but there are {keys.values.numel()} keys")
-        return [keys.select([feature for table in tables for feature in table.features]) for tables in self._groups]
-
-    def _features(self, tables: Sequence[RoutedTable]) -> list[RoutedTable]:
-        """The table of each column of an exchange: of each feature, or of each table where keys are sent once."""
-        return list(tables) if self.deduplicate else [table for table in tables for _ in table.features]
-
-    @contextmanager
-    def _raised_by_all(self, columns: Sequence[RoutedTable]) -> Iterator[None]:
-        """Raises an error that this rank has before an exchange, on all ranks."""
         try:
-            yield
+            keys = KeyBatch.of(batch)
+            parts = [keys.split([name for table in tables for name in table.features]) for tables in self._groups]
+            requests = [self._request(*each) for each in zip(parts, self._groups, strict=True)]
         except Exception as problem:
             if self.world_size == 1:
                 raise
-            group = exchange_group(self.group)
-            counts = torch.zeros(self.world_size, len(columns) + 1, dtype=torch.int64)
-            counts[:, -1] = 1
-            exchange_counts(counts.to(self._device), group)
-            raise_together(problem, group)
+            nothing = torch.zeros(self.world_size, len(self._columns(self._groups[0])), dtype=torch.int64)
+            exchange_counts(nothing.to(self._device), exchange_group(self.group), problem)
+        results: dict[str, Tensor] = {}
+        for features, request, tables in zip(parts, requests, self._groups, strict=True):
+            # On GPUs its gradient adds up in float32 what a row gets from all of its keys, whatever the rows' type.
+            vectors = functional.embedding(request.order, self._rows(request, self._columns(tables)))
+            if vectors.requires_grad and self.gradient_divide_factor != 1:
+                # Divided before any are added up, as a sum may not fit into a narrow type.
+                vectors.register_hook(lambda gradient: gradient / self.gradient_divide_factor)  # type: ignore[no-untyped-call]
+            poolings = [table.pooling for table in tables for _ in table.features]
+            by_feature = cut(vectors, [len(part.values) for part in features])
+            for part, rows, pooling in zip(features, by_feature, poolings, strict=True):
+                results[part.features[0]] = _pool(part, rows, pooling)
+        return results
 
-    def _look_up(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[Tensor, list[int]]:
-        """Embeddings (num_keys x dim) of a part's keys, in its order, then of hot rows; and keys of each feature."""
-        columns = self._features(tables)
-        if not self.deduplicate:
-            return self._exchange(part.values, part.lengths, part.batch_sizes, columns), part.keys_per_feature()
-        with self._raised_by_all(columns):
-            counts = part.keys_per_feature()
-            by_table = cut(part.values, per_table(counts, tables))
-            unique = [torch.unique(keys, return_inverse=True) for keys in by_table]
-            lengths = torch.tensor([keys.numel() for keys, _ in unique], device=part.values.device)
-        vectors = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), columns)
-        sizes = [keys.numel() for keys, _ in unique]
-        *pieces, rest = cut(vectors, [*sizes, len(vectors) - sum(sizes)])
-        rows = [piece.index_select(0, inverse) for piece, (_, inverse) in zip(pieces, unique, strict=True)]
-        return torch.cat([*rows, rest]), counts
+    def _columns(self, tables: Sequence[RoutedTable]) -> list[RoutedTable]:
+        """The table of each column of an exchange: of each feature, or of each table where keys are sent once."""
+        return list(tables) if self.deduplicate else [table for table in tables for _ in table.features]
 
-    def _exchange(
-        self, values: Tensor, lengths: Tensor, batch_sizes: Sequence[int], tables: list[RoutedTable]
-    ) -> Tensor:
-        """Embeddings of keys whose features (one table each) have `batch_sizes` rows, then all hot rows."""
-        with self._raised_by_all(tables):
-            sent = block_bucketize(
-                lengths,
-                values,
-                [table.rows_per_rank(self.world_size) for table in tables],
-                self.world_size,
-                [table.resolved_routing for table in tables],
-                batch_sizes=list(batch_sizes),
-            )
-            rows = cut(sent.lengths.view(self.world_size, -1), batch_sizes, 1)
-        assert sent.permutation is not None
-        counts = torch.stack([cells.sum(1) for cells in rows] + [sent.lengths.new_zeros(self.world_size)], dim=1)
-        if self.world_size == 1:
-            vectors = self._look_up_owned(sent.indices, [column[:-1] for column in counts.tolist()], tables)
-        else:
-            vectors = self._look_up_at_owners(sent.indices, counts, tables)
-        order = sent.permutation.to(torch.int64)
-        if len(vectors) > len(order):
-            order = torch.cat([order, torch.arange(len(order), len(vectors), device=order.device)])
-        return vectors.index_select(0, order)
-
-    def _look_up_at_owners(self, indices: Tensor, counts: Tensor, tables: list[RoutedTable]) -> Tensor:
-        """Embeddings of keys in the order in which bucketize has put them for their owners, then all hot rows.
-
-        See `exchange_counts`.
-        """
-        group = exchange_group(self.group)
-        to_each, from_each = exchange_counts(counts, group)
-        if any(count[-1] for count in from_each):
-            raise_together(None, group)
-        outgoing, incoming = [count[:-1] for count in to_each], [count[:-1] for count in from_each]
-        send, receive = [sum(count) for count in outgoing], [sum(count) for count in incoming]
-        keys = all_to_all(indices, receive, send, group)
+    def _request(self, parts: Sequence[KeyBatch], tables: Sequence[RoutedTable]) -> _Request:
+        """What is asked of owners for the features of some tables."""
+        keys, counts = torch.cat([part.values for part in parts]), [len(part.values) for part in parts]
+        ask = self._ask
         if self.hot is not None:
-            keys, incoming = self.hot.with_hot(keys, incoming, tables)
+            ask = self._ask_hot
+        return ask(keys, counts, tables)
+
+    def _ask_hot(self, keys: Tensor, counts: list[int], tables: Sequence[RoutedTable]) -> _Request:
+        """As `_ask`, which gets the keys of rows that are not hot."""
+        assert self.hot is not None
+        slots = self.hot.slots(keys, per_table(counts, tables), tables)
+        if slots is None:
+            return self._ask(keys, counts, tables)
+        others = slots < 0
+        counts = torch.stack([each.sum() for each in cut(others, counts)]).tolist()
+        request = self._ask(keys[others], counts, tables)
+        order = slots + len(request.keys)
+        order[others] = request.order
+        return request._replace(order=order)
+
+    def _ask(self, keys: Tensor, counts: list[int], tables: Sequence[RoutedTable]) -> _Request:
+        """What is asked of owners for keys, so many of each feature of some tables."""
+        inverse = None
+        if self.deduplicate:
+            by_table = cut(keys, per_table(counts, tables))
+            distinct, places = zip(*(torch.unique(each, return_inverse=True) for each in by_table), strict=True)
+            counts = [len(each) for each in distinct]
+            firsts = accumulate(counts[:-1], initial=0)
+            inverse = torch.cat([place + first for place, first in zip(places, firsts, strict=True)])
+            keys = torch.cat(distinct)
+        sent = by_owner(keys, counts, self._columns(tables), self.world_size)
+        assert sent.permutation is not None
+        order = sent.permutation if inverse is None else sent.permutation[inverse]
+        return _Request(sent.indices, sent.lengths.view(self.world_size, -1), order)
+
+    def _rows(self, request: _Request, columns: list[RoutedTable]) -> Tensor:
+        """The rows asked for, in the order of the request, then all hot rows."""
+        if self.world_size == 1:
+            return self._look_up_owned(request.keys, request.counts.tolist(), columns)
+        group = exchange_group(self.group)
+        outgoing, incoming = exchange_counts(request.counts, group)
+        send, receive = [sum(count) for count in outgoing], [sum(count) for count in incoming]
+        keys = all_to_all(request.keys, receive, send, group)
+        if self.hot is not None:
+            keys, incoming = self.hot.with_hot(keys, incoming, columns)
         problem = None
         try:
-            vectors = self._look_up_owned(keys, incoming, tables)
+            vectors = self._look_up_owned(keys, incoming, columns)
         except Exception as raised:  # the others wait for rows: they get some, and are told
             problem = raised
-            vectors = torch.zeros(len(keys), tables[0].embedding_dim, dtype=tables[0].dtype, device=keys.device)
-        refuses = any(getattr(self.tables[table.name], "refuses", True) for table in tables)
-        status = Status(problem, keys.device, group) if refuses else None
+            vectors = torch.zeros(len(keys), columns[0].embedding_dim, dtype=columns[0].dtype, device=keys.device)
+        refuses = any(getattr(self.tables[table.name], "refuses", True) for table in columns)
+        check = start_telling(problem, keys.device, group) if refuses else None
         hot = vectors[sum(receive) :]
         vectors = differentiable_all_to_all(vectors[: sum(receive)], send, receive, group)
         if self.hot is not None:
-            vectors = torch.cat([vectors, self.hot.gather(hot, tables, group)])
-        if status is not None:
-            status.check()
+            vectors = torch.cat([vectors, self.hot.gather(hot, columns, group)])
+        if check is not None:
+            check()
         elif problem is not None:
             raise problem
         return vectors
@@ -290,27 +267,6 @@ class RoutedEmbeddingCollection(RankLocal):
             for i, piece in zip(picked, cut(looked_up, [sizes[i] for i in picked]), strict=True):
                 vectors[i] = piece
         return torch.cat(vectors)
-
-    def _pool(
-        self, vectors: Tensor, per_feature: list[int], part: KeyBatch, tables: Sequence[RoutedTable]
-    ) -> dict[str, Tensor]:
-        weights = cut(part.weights, per_feature) if part.weights is not None else [None] * len(per_feature)
-        lengths = cut(part.lengths, part.batch_sizes)
-        modes = [table.pooling for table in tables for _ in table.features]
-        results = {}
-        for name, rows, weight, length, mode in zip(
-            part.features, cut(vectors, per_feature), weights, lengths, modes, strict=True
-        ):
-            if mode == "none":
-                results[name] = rows
-                continue
-            scaled = rows if weight is None else rows * weight[:, None].to(rows.dtype)
-            row_ids = torch.repeat_interleave(
-                torch.arange(length.numel(), device=rows.device), length, output_size=rows.shape[0]
-            )
-            pooled = rows.new_zeros(length.numel(), rows.shape[1]).index_add(0, row_ids, scaled)
-            results[name] = pooled / length.clamp(min=1)[:, None] if mode == "mean" else pooled
-        return results
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
@@ -340,3 +296,15 @@ class RoutedEmbeddingCollection(RankLocal):
                 f"{rank} of {world_size}; save with trainer_client.embedding.checkpoint.save and load with "
                 "checkpoint.load"
             )
+
+
+def _pool(part: KeyBatch, rows: Tensor, pooling: str) -> Tensor:
+    """The rows of a feature's keys, or one of each row of its batch."""
+    if pooling == "none":
+        return rows
+    if part.weights is not None:
+        rows = rows * part.weights[:, None].to(rows.dtype)
+    samples = torch.arange(len(part.lengths), device=rows.device)
+    owners = torch.repeat_interleave(samples, part.lengths, output_size=len(rows))
+    pooled = rows.new_zeros(len(samples), rows.shape[1]).index_add(0, owners, rows)
+    return pooled / part.lengths.clamp(min=1)[:, None] if pooling == "mean" else pooled

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from trainer_client.checks import is_whole
-from trainer_client.embedding.routing import Routing, RoutingLike, as_routing, block_size, route
+from trainer_client.embedding.routing import (
+    Bucketized,
+    Routing,
+    RoutingLike,
+    as_routing,
+    block_bucketize,
+    block_size,
+    route,
+)
+from trainer_client.embedding.routing.ownership import as_int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,38 +111,41 @@ class KeyBatch:
             weights=batch.weights_or_none(),
         )
 
-    def keys_per_feature(self) -> list[int]:
-        """Keys of each feature; the host reads them, which on a device is waited for."""
-        rows = self.lengths.split(list(self.batch_sizes))  # type: ignore[no-untyped-call]
-        counts: list[int] = torch.stack([lengths.sum() for lengths in rows]).tolist()
-        return counts
-
-    def select(self, names: Sequence[str]) -> Self:
-        """The features named, in that order. The host reads the lengths once if the order changes.
+    def split(self, names: Sequence[str]) -> list[Self]:
+        """A batch of each of the features named, with int64 keys. On a device the host waits for the lengths.
 
         Raises:
-            ValueError: If a feature is missing.
+            ValueError: If a feature is missing, or lengths, keys and weights do not fit each other.
         """
-        if list(names) == list(self.features):
-            return self
         missing = [name for name in names if name not in self.features]
         if missing:
             raise ValueError(f"the batch has no feature {missing[0]!r}; it has {', '.join(self.features)}")
-        rows = torch.tensor([0, *self.batch_sizes], device="cpu").cumsum(0).tolist()
-        ends = [0, *self.lengths.cumsum(0).cpu().tolist()]
-        picked = [list(self.features).index(name) for name in names]
-        spans = [(ends[rows[i]], ends[rows[i + 1]]) for i in picked]
-
-        def cut(tensor: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-            return torch.cat([tensor[a:b] for a, b in spans])
-
-        return type(self)(
-            features=list(names),
-            values=cut(self.values, spans),
-            lengths=cut(self.lengths, [(rows[i], rows[i + 1]) for i in picked]),
-            batch_sizes=[self.batch_sizes[i] for i in picked],
-            weights=cut(self.weights, spans) if self.weights is not None else None,
-        )
+        values, lengths = as_int64(self.values), self.lengths
+        for field, tensor in (("values", values), ("lengths", lengths)):
+            if tensor.dim() != 1:
+                raise ValueError(f"{field} have shape {tuple(tensor.shape)}; flatten them to one dimension")
+        if lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"lengths have dtype {lengths.dtype}; use int32 or int64")
+        if len(lengths) != sum(self.batch_sizes):
+            raise ValueError(f"batch_sizes add up to {sum(self.batch_sizes)}, but there are {len(lengths)} lengths")
+        if self.weights is not None and self.weights.numel() != len(values):
+            raise ValueError(f"weights has {self.weights.numel()} elements, but there are {len(values)} keys")
+        by_feature = cut(lengths, self.batch_sizes)
+        wrong = (lengths < 0) | (lengths > len(values))
+        *counts, num_wrong = torch.stack([each.sum() for each in (*by_feature, wrong)]).tolist()
+        if num_wrong:
+            raise ValueError(
+                f"lengths have {int(lengths[wrong][0])}, and there are {len(values)} keys; give the number of keys of "
+                "each row, 0 or more"
+            )
+        if sum(counts) != len(values):
+            raise ValueError(f"lengths add up to {sum(counts)}, but there are {len(values)} keys; they must agree")
+        weights = [None] * len(counts) if self.weights is None else cut(self.weights, counts)
+        parts = {
+            name: type(self)(features=(name,), values=keys, lengths=rows, batch_sizes=(len(rows),), weights=weight)
+            for name, keys, rows, weight in zip(self.features, cut(values, counts), by_feature, weights, strict=True)
+        }
+        return [parts[name] for name in names]
 
 
 TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
@@ -146,7 +158,23 @@ that ranks must compare notes; alike on all ranks, and true where it is not ther
 """
 
 
+def cut(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Views of consecutive stretches of a tensor."""
+    return tuple(tensor.split(list(sizes)))  # type: ignore[no-untyped-call]
+
+
 def per_table(counts: Sequence[int], tables: Sequence[RoutedTable]) -> list[int]:
     """Keys of each table, from those of each feature."""
     features = iter(counts)
     return [sum(next(features) for _ in table.features) for table in tables]
+
+
+def by_owner(keys: Tensor, counts: Sequence[int], tables: Sequence[RoutedTable], world_size: int) -> Bucketized:
+    """Keys, so many of each table, in the order of their owners, then of tables."""
+    return block_bucketize(
+        torch.tensor(counts, device=keys.device),
+        keys,
+        [table.rows_per_rank(world_size) for table in tables],
+        world_size,
+        [table.resolved_routing for table in tables],
+    )

@@ -12,8 +12,7 @@ between nodes each value travels once a node, where an All2All sends it once a r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,30 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer_client.embedding.routing.ownership import as_int64
-from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, per_table
-from trainer_client.embedding.tables.exchange import cut, differentiable_all_to_all
+from trainer_client.embedding.tables.config import RoutedTable, by_owner, cut
+from trainer_client.embedding.tables.exchange import differentiable_all_to_all, there_and_back
 from trainer_client.embedding.tables.tables import find
 
 # PyTorch 2.13 has new names for both.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sums: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class _Ring(torch.autograd.Function):
-    """An all-gather of equal stretches of rows; its way back, the sum of all ranks' rows for each stretch."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, gathers: bool, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.gathers, ctx.group = gathers, group
-        ranks = dist.get_world_size(group)
-        result = rows.new_empty(len(rows) * ranks if gathers else len(rows) // ranks, rows.shape[1])
-        (_gather_into if gathers else _scatter_sums)(result, rows.contiguous(), group=group)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        result: Tensor = _Ring.apply(gradients[0], not ctx.gathers, ctx.group)  # type: ignore[no-untyped-call]
-        return result, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,15 +151,13 @@ class HotRows:
         return self._layouts[names, device]
 
     def _lay_out(self, names: tuple[str, ...], device: torch.device) -> _Layout:
-        keys = {name: self.keys[name][self._held[name]] for name in names}
-        routed = [self._tables[name].route(hot, self._world_size) for name, hot in keys.items()]
-        none = torch.empty(0, dtype=torch.int64)
-        owner, sent = (torch.cat(each) for each in zip((none, none), *routed, strict=True))
-        order = torch.argsort(owner, stable=True)
-        slots = torch.empty_like(order)
-        slots[order] = torch.arange(len(order))
-        size, stretch = len(order), -(-len(order) // self._world_size)
-        owned = [0, *accumulate(torch.bincount(owner, minlength=self._world_size).tolist())]
+        keys = [self.keys[name][self._held[name]] for name in names]
+        tables, counts = [self._tables[name] for name in names], [len(hot) for hot in keys]
+        hot = by_owner(torch.cat(keys), counts, tables, self._world_size)
+        assert hot.permutation is not None
+        by_rank = hot.lengths.view(self._world_size, -1)
+        size, stretch = len(hot.indices), -(-len(hot.indices) // self._world_size)
+        owned = [0, *by_rank.sum(1).cumsum(0).tolist()]
         stretches = [min(at * stretch, size) for at in range(self._world_size + 1)]
 
         def overlap(of: int, to: int) -> int:
@@ -185,11 +165,11 @@ class HotRows:
             return int(max(0, min(owned[of + 1], stretches[to + 1]) - max(owned[of], stretches[to])))
 
         ranks, mine = range(self._world_size), self._rank
-        by_table = cut(slots.to(device), [len(hot) for hot in keys.values()])
+        slots = zip(keys, cut(hot.permutation, counts), strict=True)
         return _Layout(
-            slots={name: (keys[name].to(device), of) for name, of in zip(names, by_table, strict=True)},
-            sent=sent[order][owned[mine] : owned[mine + 1]].to(device),
-            counts={name: int((of == mine).sum()) for name, (of, _) in zip(names, routed, strict=True)},
+            slots={name: (of.to(device), at.to(device)) for name, (of, at) in zip(names, slots, strict=True)},
+            sent=hot.indices[owned[mine] : owned[mine + 1]].to(device),
+            counts=dict(zip(names, by_rank[mine].tolist(), strict=True)),
             send=[overlap(mine, to) for to in ranks],
             receive=[overlap(of, mine) for of in ranks],
             moves=owned != stretches,
@@ -197,31 +177,13 @@ class HotRows:
             size=size,
         )
 
-    def split(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[KeyBatch, Tensor, list[int]] | None:
-        """The lookups of other rows; each key's place among their rows and then the slots; and keys of each feature.
-
-        None where none of these tables has a hot row, or the lookup says what is wrong.
-
-        Raises:
-            ValueError: If the lengths do not add up to the keys, or one is negative.
-        """
-        layout, lengths = self._layout(tables, part.values.device), part.lengths
-        flat = part.values.dim() == 1 and lengths.dim() == 1 and not lengths.is_floating_point()
-        if not layout.size or not flat or lengths.numel() != sum(part.batch_sizes):
+    def slots(self, keys: Tensor, counts: Sequence[int], tables: Sequence[RoutedTable]) -> Tensor | None:
+        """(keys) the slot of each key, so many of each table; -1 of other rows. None where none of these has a slot."""
+        layout = self._layout(tables, keys.device)
+        if not layout.size:
             return None
-        if lengths.numel() and int(lengths.min()) < 0:
-            raise ValueError(f"lengths have {int(lengths.min())}; give the number of keys of each row, 0 or more")
-        counts = part.keys_per_feature()
-        if sum(counts) != part.values.numel():
-            raise ValueError(f"lengths add up to {sum(counts)}, but there are {part.values.numel()} keys")
-        by_table = zip(tables, cut(part.values, per_table(counts, tables)), strict=True)
-        slots = torch.cat([find(keys, *layout.slots[table.name]) for table, keys in by_table if table.features])
-        others = slots < 0
-        before = functional.pad(others.cumsum(0), (1, 0))
-        lengths = before[functional.pad(lengths.cumsum(0), (1, 0))].diff()
-        values = part.values[others]
-        order = torch.where(others, before[:-1], slots + values.numel())
-        return replace(part, values=values, lengths=lengths, weights=None), order, counts
+        by_table = zip(tables, cut(keys, counts), strict=True)
+        return torch.cat([find(each, *layout.slots[table.name]) for table, each in by_table if table.features])
 
     def with_hot(
         self, keys: Tensor, incoming: list[list[int]], columns: Sequence[RoutedTable]
@@ -239,5 +201,15 @@ class HotRows:
         if layout.moves:
             rows = differentiable_all_to_all(rows, layout.receive, layout.send, group)
         padded = functional.pad(rows, (0, 0, 0, layout.stretch - len(rows)))
-        gathered: Tensor = _Ring.apply(padded, True, group)  # type: ignore[no-untyped-call]
-        return gathered[: layout.size]
+
+        def gather(stretch: Tensor) -> Tensor:
+            stretches = stretch.new_empty(len(stretch) * self._world_size, stretch.shape[1])
+            _gather_into(stretches, stretch.contiguous(), group=group)
+            return stretches
+
+        def sum_up(stretches: Tensor) -> Tensor:
+            stretch = stretches.new_empty(len(stretches) // self._world_size, stretches.shape[1])
+            _scatter_sums(stretch, stretches.contiguous(), group=group)
+            return stretch
+
+        return there_and_back(padded, gather, sum_up)[: layout.size]

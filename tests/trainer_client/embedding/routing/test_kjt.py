@@ -127,7 +127,7 @@ def test_a_report_counts_keys_by_their_owners(
     assert bucketize_kjt(kjt, world_size, None)[1] is None
     with pytest.raises(ValueError, match="block_sizes is None"):
         bucketize_kjt(kjt, world_size, None, "continuous")
-    with pytest.raises(ValueError, match="3 routings and 2 block sizes for 2 features; give one each"):
+    with pytest.raises(ValueError, match="3 routings for 2 features; give one, or one per feature"):
         report(kjt, world_size=world_size, routing=["roundrobin"] * 3)
 
 

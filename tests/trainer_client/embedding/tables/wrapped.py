@@ -71,7 +71,7 @@ class Reference:
 
     def look_up(self, batch: KeyBatch) -> dict[str, Tensor]:
         found = self.stem.look_up(batch)
-        return found | {"item": found["item"] + self.last.look_up(batch.select(["item"]))["item"]}
+        return found | {"item": found["item"] + self.last.look_up(*batch.split(["item"]))["item"]}
 
     def parameters(self) -> list[nn.Parameter]:
         return [*self.stem.weights.values(), *self.last.weights.values(), *self.tower.parameters()]
