@@ -17,7 +17,12 @@ WINDOW = 8
 
 _MOST_SAMPLES, _MOST_BATCHES = 1 << 18, 1 << 10  # that are planned; of batches so small, more change figures by 1 %
 _MOST_SPLIT, _SPLIT_RANKS = 2, 256  # windows whose samples are split, which takes far longer; of more ranks, one
-_WAYS = ("balanced", f"windows of {WINDOW}", "split samples")
+_WAYS = {  # and how to take them, the simplest first
+    "balanced": "wrap the loader, BalancedLoader(loader, Balancer.embedded(), cost=…): docs/start/tutorial.md",
+    f"windows of {WINDOW}": f"wrap the loader, with BalanceOptions(window={WINDOW}): docs/train/windows.md",
+    "split samples": "wrap the loader, and split samples (what their exchange takes is not counted): "
+    "docs/train/giants.md",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,7 @@ class Gain:
 
     Attributes:
         way: Its name.
+        remedy: How to take it.
         speed_up: By how much the time of a step would fall that takes what its heaviest rank takes, as a ratio.
         imbalance: Largest load over the mean.
         moved_share: Of the bytes, those that change rank.
@@ -33,6 +39,7 @@ class Gain:
     """
 
     way: str
+    remedy: str = ""
     speed_up: float
     imbalance: float
     moved_share: float
@@ -87,6 +94,7 @@ def estimate_gain(
         gains.append(
             Gain(
                 way=way,
+                remedy=_WAYS[way],
                 speed_up=gains[0].imbalance / max(_imbalance(loads, before), 1e-300) if loads.any() else 1.0,
                 imbalance=_imbalance(loads),
                 moved_share=sum(plan.figures.moved_size for plan in made) / max(sum(p.figures.size for p in made), 1),

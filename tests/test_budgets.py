@@ -12,25 +12,25 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (12567, 9500),
+    "evenkeel": (12560, 9500),
     "services": (4303, 4500),
     "services/balancer": (1816, 2000),
-    "evenkeel/partitioning": (4841, 4000),
+    "evenkeel/partitioning": (4826, 4000),
     "evenkeel/placement": (5445, 4500),
     "evenkeel/key_statistics": (741, 500),
     "services/planner": (1000, 1000),
     "services/operations": (803, 800),
     "services/security": (683, 700),
-    "trainer_client": (21008, 15000),
-    "trainer_client/balancing": (10912, 8000),
+    "trainer_client": (20998, 15000),
+    "trainer_client/balancing": (10907, 8000),
     "trainer_client/balancing/adapters": (602, 600),
     "trainer_client/embedding": (4037, 3000),
     "trainer_client/embedding/checkpoint": (1335, 1100),
     "trainer_client/attention": (1136, 1000),
     "trainer_client/planning": (2049, 1200),
     "trainer_client/observing": (758, 700),
-    "trainer_client/cli": (1572, 900),
-    "tests": (24527, 20000),
+    "trainer_client/cli": (1567, 900),
+    "tests": (24529, 20000),
     "benchmarks": (7988, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
@@ -60,14 +60,14 @@ def test_words_of_texts(texts: str) -> None:
 
 _BALANCING = "trainer_client/balancing"
 ROOMS = {  # words of a capability, where it lives, in how many files outside its words may stand; 8 is the goal
-    "windows": (r"\bwindow", ("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"), 13),
+    "windows": (r"\bwindows?\b", ("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"), 11),
     "splits": (
         r"SplitSample|SplitOptions|spans_of",  # pieces are also those of copies, and of columns
         ("evenkeel/partitioning/split", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),
         8,
     ),
-    "users": (r"\busers=|\.users\b|gather_users", ("evenkeel/partitioning/users.py",), 11),
-    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 26),
+    "users": (r"\busers=|\.users\b|gather_users", ("evenkeel/partitioning/users.py",), 8),
+    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 22),
     "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 10),
     "sampling": (r"BatchSampler|BudgetSampler|CountedSampler", (f"{_BALANCING}/sampling/",), 4),
     "adapters": (r"torcheasyrec|recsys_examples|lightning", (f"{_BALANCING}/adapters/",), 0),

@@ -29,11 +29,6 @@ def evenness(loads: Sums, speeds: NDArray[np.float64] | None = None) -> tuple[fl
     return largest, largest * len(times) / total if total > 0 else 1.0
 
 
-def imbalance_of_bound(lower_bound: float, largest: float, imbalance: float) -> float:
-    """What `imbalance`, of a plan whose largest load over speed is `largest`, would be at its lower bound."""
-    return lower_bound * imbalance / largest if largest else 1.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
     """An assignment of samples to ranks, and what it costs to get there.

@@ -1,8 +1,8 @@
 """Who is late with its batches, and why, learned from what the ranks measured of their waiting.
 
 A rank whose loader is slow, or whose part of the exchange is, makes the others wait as much as one that computes
-slowly, and no plan can help it. It gets a name here. As with speeds, what is learned follows from what all ranks have
-agreed on, by additions, multiplications and comparisons alone.
+slowly, and no plan can help it. It gets a name here. What is learned follows from what all ranks have agreed on, by
+additions, multiplications and comparisons alone.
 """
 
 from __future__ import annotations

@@ -12,21 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.api import (
-    DEFAULT_MOVE_PRICE,
-    DEFAULT_STRATEGY,
-    DEFAULT_TOLERANCE,
-    evenness,
-    imbalance_of_bound,
-    partition,
-)
+from evenkeel.partitioning.api import DEFAULT_MOVE_PRICE, DEFAULT_STRATEGY, DEFAULT_TOLERANCE, evenness, partition
 from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.slices import Lengths, Slice
 from evenkeel.partitioning.splits import (
     WIDTH,
     RoundParts,
     SplitOptions,
-    SplitSample,
     arrivals,
     samples_of_parts,
     spans_of,
@@ -260,7 +252,7 @@ class Figures:
     @property
     def imbalance_bound(self) -> float:
         """What `imbalance_after` would be at the lower bound."""
-        return imbalance_of_bound(self.lower_bound, self.max_load_after, self.imbalance_after)
+        return self.lower_bound * self.imbalance_after / self.max_load_after if self.max_load_after else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -325,13 +317,11 @@ class RankPlan:
             where some are split.
         cuts: Per batch, the first items of the own samples' parts; None where none of them is split. Empty where no
             rank's is, in no batch.
-        splits: Per batch, the split samples of all ranks, the same on all of them; empty as `cuts`.
     """
 
     steps: NDArray[np.int32] | None
     slices: tuple[Slice, ...]
     cuts: tuple[NDArray[np.int64] | None, ...] = ()
-    splits: tuple[tuple[SplitSample, ...], ...] = ()
 
     def cuts_in(self, batch: int) -> NDArray[np.int64] | None:
         """(parts,) the first items of the own samples' parts that a batch trains; None where none of them is split."""

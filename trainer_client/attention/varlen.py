@@ -132,9 +132,9 @@ def _find_whole() -> None:
         return
     from torch.nn.attention.varlen import varlen_attn  # takes long to import
 
-    # The flag for causal became a window.
-    by_window = "window_size" in inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if by_window else {"is_causal": True}
+    # The flag for causal became the number of keys on both sides.
+    by_size = "window_size" in inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if by_size else {"is_causal": True}
 
     def whole(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, max_length: int, scale: float | None) -> Any:
         options: dict[str, Any] = dict(causal)

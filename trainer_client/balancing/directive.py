@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.rounds import Figures, RankPlan, RoundPlan
 from evenkeel.partitioning.slices import Slice, Slices
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
-from evenkeel.partitioning.splits import SplitSample, read_parts, read_splits
+from evenkeel.partitioning.splits import read_parts, read_splits
 from trainer_client.balancing.contribution import pack_changed
 from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.groups import Bytes
@@ -89,10 +90,6 @@ class Directive:
         """The batches of the round that are trained, in order."""
         batches = self.decision.batches
         return tuple(range(len(self.reports))) if batches is None else batches
-
-    def splits(self, batch: int) -> tuple[SplitSample, ...]:
-        """The split samples of a batch, of all ranks."""
-        return self.plan.splits[batch] if self.plan.splits else ()
 
 
 def pack_directives(broadcast: Broadcast, *, plan: RoundPlan | None = None, slices: Slices | None = None) -> Bytes:
@@ -190,15 +187,16 @@ def read_directive(row: Bytes, *, number: int, rank: int, template: FlatBatch | 
         for batch, (begin, end) in enumerate(pairwise([0, *ends]))
     )  # fmt: skip
     plan = RankPlan(steps=steps, slices=slices)
+    splits: Sequence[Any] = [()] * count
     if broadcast.pieces is not None:
         steps, parts = read_parts(begins, steps, count)
-        plan = replace(plan, steps=steps, cuts=parts, splits=read_splits(broadcast.pieces, count))
+        plan, splits = replace(plan, steps=steps, cuts=parts), read_splits(broadcast.pieces, count)
     reports = tuple(
         RoundReport(
             round=number, batch=batch, mode=decision.mode, reason=decision.reason, ranks=decision.ranks,
             world_size=broadcast.world_size, home_load=home_load, own_load=own_load,
             own_samples=int(plan.slices[batch].source_counts.sum()), wait_seconds=broadcast.wait_seconds,
-            partition_seconds=broadcast.partition_seconds, learned=broadcast.learned,
+            partition_seconds=broadcast.partition_seconds, learned=broadcast.learned, splits=splits[batch],
             **vars(one),
         )
         for batch, (one, (home_load, own_load)) in enumerate(zip(figures, loads, strict=True))

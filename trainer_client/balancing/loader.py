@@ -54,7 +54,6 @@ class _Moving:
 
     pending: Pending
     report: RoundReport
-    splits: Splits
     state: LoaderState  # once the loop has it
 
 
@@ -111,19 +110,18 @@ class BalancedLoader(Generic[B]):
                 the device, or the name is no text.
             TypeError: If the loader is no iterable.
         """
-        _check(loader, balancer, {"cost": cost, "memory": memory, "users": users}, name)
+        self._functions: dict[str, Any] = {"cost": cost, "memory": memory, "users": users}
+        _check(loader, balancer, self._functions, name)
         check_spec(spec)
         check_device(device)
         self.loader = loader
         self.balancer = balancer
         self.name = name
         self.summed_terms = SummedTerms(cost.terms) if isinstance(cost, LearnedCost) else None
-        self._cost, self._memory, self._users = cost, memory, users
         self._spec, self._device, self._drop_last = spec, device, drop_last
         self._requested: Callable[[], None] = lambda: None
         self._used: BatchStream | None = None  # by the latest loop
         self._report: RoundReport | None = None  # of the latest batch
-        self._splits: Splits = ()
         self._splits_asked = True
         self._resume: LoaderState | None = None  # which the next loop goes on from
         self._states = deque([LoaderState(name=name)], maxlen=MAX_AHEAD + 1)  # after each batch of the latest pass
@@ -181,7 +179,7 @@ class BalancedLoader(Generic[B]):
         ask for them is warned.
         """
         self._splits_asked = True
-        return self._splits
+        return () if self._report is None else self._report.splits
 
     @property
     def loss_scale(self) -> float:
@@ -293,7 +291,7 @@ class BalancedLoader(Generic[B]):
                 if moving is not None:
                     yield self._finish(loop.stream, moving)
                     self._requested()
-                    if self._splits and not self._splits_asked:
+                    if self.report.splits and not self._splits_asked:
                         warn_of_unasked_splits(self.name)
                 elif following is None and loop.end is not None:  # else all that was in flight has been dropped
                     if loop.failures:
@@ -322,7 +320,7 @@ class BalancedLoader(Generic[B]):
         counters.split_samples += report.split_samples
         if self.summed_terms is not None:
             self.summed_terms.add(batch)
-        self._report, self._splits, self._splits_asked = report, moving.splits, False
+        self._report, self._splits_asked = report, False
         self._states.append(moving.state)
         return batch
 
@@ -367,7 +365,8 @@ class _Loop:
             self.source = self._source((), None)
         self.current: Pass = self.stream.begin()
         self.current.resumed = resumed
-        self.stream.measured.learns = loader._cost if isinstance(loader._cost, LearnedCost) else None
+        cost = loader._functions["cost"]
+        self.stream.measured.learns = cost if isinstance(cost, LearnedCost) else None
         loader._epoch = loader._named_epoch if state is None or loader._named_epoch is not None else state.epoch
         loader._finished = False
         self._here = self.source.position  # where the next window begins
@@ -381,7 +380,7 @@ class _Loop:
 
     def _source(self, batches: Any, start: Position | None) -> Source:
         loader = self._loader
-        functions = [one for one in (loader._cost, loader._memory, loader._users) if one is not None]
+        functions = [one for one in loader._functions.values() if one is not None]
         return Source(batches, start, functions=functions, spec=loader._spec)
 
     def read_ahead(self) -> None:
@@ -416,17 +415,13 @@ class _Loop:
         if len(self._collected) < stream.options.window:
             return
         end = source.position
-        ticket = self._submit([one for one in self._collected if one is not _NO_MORE])
+        batches = [one for one in self._collected if one is not _NO_MORE]
+        ticket = stream.submit_window(
+            batches, spec=loader._spec, device=loader._device, drop_last=loader._drop_last, **loader._functions
+        )
         begin, self._here, self._collected = self._here, end, []
         self._submitted.append(_Window(ticket, begin, self._here, done=self._skipped))
         self._skipped = 0
-
-    def _submit(self, batches: list[Any]) -> Ticket:
-        loader = self._loader
-        return self.stream.submit_window(
-            batches, cost=loader._cost, memory=loader._memory, users=loader._users, spec=loader._spec,
-            device=loader._device, drop_last=loader._drop_last,
-        )  # fmt: skip
 
     def start_next(self) -> _Moving | None:
         """Starts to move the batch that is next; None if nothing is left that was submitted."""
@@ -447,7 +442,7 @@ class _Loop:
         if ticket.left:
             for_states = {**(directive.broadcast.for_states or {}), "done": window.done + ticket.started}
             state = replace(state, source=window.begin, window=for_states)
-        return _Moving(pending, directive.reports[batch], directive.splits(batch), state)
+        return _Moving(pending, directive.reports[batch], state)
 
 
 def _check(loader: object, balancer: object, functions: dict[str, object], name: object) -> None:

@@ -104,12 +104,12 @@ def read_round(
     memory: Cost | None,
     users: Cost | None,
     options: BalanceOptions,
-    shares: int,
+    num_ranks: int,
 ) -> tuple[RankSamples, str]:
     """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
 
-    `template` is an empty batch as the stream has known them so far; `shares` are the ranks times batches among which
-    the sum of all costs is shared. What all ranks' batches must have in common, the lead checks.
+    `template` is an empty batch as the stream has known them so far. What all ranks' batches must have in common, the
+    lead checks.
 
     Raises:
         ValueError: If there is not one number for each sample, or samples are to be split and nothing says where.
@@ -118,6 +118,7 @@ def read_round(
     memories: list[NDArray[np.float64]] = []
     numbers: list[NDArray[np.uint32]] = []
     problem, caps, split = "", options.memory_caps, options.split is not None
+    shares = num_ranks * len(batches)  # sums over all ranks and batches stay exact
     for batch, flat in zip(batches, flats, strict=True):
         if split:
             check_divides(cost, flat)

@@ -12,6 +12,7 @@ from functools import cache
 from evenkeel.partitioning.delays import Delay
 from evenkeel.partitioning.rounds import Figures
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler
+from evenkeel.partitioning.splits import SplitSample
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class RoundReport(Figures):
         own_samples: Samples that this rank trains, each piece of a split sample as one.
         wait_seconds: How long the lead waited for the service (hidden behind training unless too long).
         partition_seconds: Time of the partition search.
-        learned: What was known of the ranks' speeds when the round was planned; all equal unless steps are measured.
+        learned: What was known of the ranks when the round was planned; all are alike unless steps are measured.
+        splits: Samples that lie on several ranks, those of all ranks.
     """
 
     round: int
@@ -76,6 +78,7 @@ class RoundReport(Figures):
     wait_seconds: float = 0.0
     partition_seconds: float = 0.0
     learned: LearnedSpeeds = ALL_EQUAL
+    splits: tuple[SplitSample, ...] = ()
 
     @property
     def max_load(self) -> float:

@@ -74,7 +74,9 @@ class Ticket:
         Raises:
             RuntimeError: If it has not been, or the loops of all ranks were over.
         """
-        directive = self._directive("report")
+        if not self.future.done():
+            raise RuntimeError("the report is known when the batch has been redistributed; ask for it after that")
+        directive = self.future.result()
         if directive.ended:
             raise RuntimeError("the loops of all ranks were over before this batch, of which there is no report")
         return directive.reports[0]
@@ -83,18 +85,13 @@ class Ticket:
     def splits(self) -> Splits:
         """Samples that lie on several ranks, those of all ranks; of a batch that has been redistributed."""
         self.unasked = False
-        return self._directive("splits").splits(0)
+        return self.report.splits
 
     def took(self, seconds: float) -> None:
         """Notes how long this rank's own computation of the batch took; see `BalancedLoader.took`."""
         load = self.report.timed_load
         assert self.measured is not None
         self.measured.add(load, seconds)
-
-    def _directive(self, what: str) -> Directive:
-        if not self.future.done():
-            raise RuntimeError(f"{what} is known when the batch has been redistributed; ask for it after that")
-        return self.future.result()
 
 
 @dataclass(slots=True)

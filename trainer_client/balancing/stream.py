@@ -351,8 +351,8 @@ class BatchStream:
         The first submission opens the stream, which is collective. Later ones return at once.
 
         Args:
-            batches: Up to `BalanceOptions.window` batches of the host, in the order in which they are to be trained;
-                none after this rank's data has ended, as long as other ranks have some.
+            batches: Of the host, in the order in which they are to be trained, no more than the options have balanced
+                together; none after this rank's data has ended, as long as other ranks have some.
             cost: From a batch to the predicted work of each sample.
             memory: From a batch to what each sample adds to the memory caps; default: its bytes.
             users: From a batch to whose each sample is; see `BalancedLoader`.
@@ -375,14 +375,12 @@ class BatchStream:
         for flat in flats:
             flat.watch()
         rounds = self._open(_first_of(flats), device)
-        if len(flats) > (window := rounds.options.window):
-            raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
+        check_window(flats, rounds.options)
         if isinstance(cost, LearnedCost):
             self._follow_fit(cost)
-        check_window(flats)
         samples, problem = read_round(
             batches, flats, template=rounds.template, cost=cost, memory=memory, users=users, options=rounds.options,
-            shares=len(rounds.communicators.peers) * window,  # sums over all ranks and batches stay exact
+            num_ranks=len(rounds.communicators.peers),
         )  # fmt: skip
         contribution = Contribution(
             samples=samples, drop_last=drop_last, invalid=bool(problem), extras=Extras(problem=problem)
@@ -426,7 +424,7 @@ class BatchStream:
         return current
 
     def start(self, ticket: Ticket, device: Device = None) -> Pending:
-        """Starts to move the samples of a window's next batch as the lead has directed: called once for each, in order.
+        """Starts to move the samples of a round's next batch as the lead has directed: called once for each, in order.
 
         Args:
             ticket: What `submit_window` returned; `directive(ticket).batches` are those that are trained.
@@ -443,7 +441,7 @@ class BatchStream:
         if current.left or ticket.pass_number != current.number:
             raise used_after(self._config.loader)
         latest = current.latest if current.by_hand else None
-        if latest is not None and latest.unasked and latest.future.result().plan.splits:
+        if latest is not None and latest.unasked and latest.report.splits:
             warn_of_unasked_splits(self._config.loader)
         return current.start(ticket, device)
 
@@ -612,7 +610,7 @@ def _moves_nothing(ticket: Ticket) -> bool:
 
 
 def _samples_of(directive: Directive, flats: Sequence[FlatBatch], batch: int, template: FlatBatch) -> FlatBatch:
-    """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
+    """This rank's samples that are trained in a batch of the round, whichever rank trains them."""
     if batch < len(flats) and not directive.reports[batch].samples:
         return flats[batch]  # as it was loaded: no rank knows better
     steps = directive.plan.steps

@@ -11,12 +11,15 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.errors import ResumeError
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.lead import Round, Stage
+from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import Mode, Reason
 from trainer_client.balancing.resume import REPEAT
 
 
-def check_window(flats: Sequence[FlatBatch]) -> None:
+def check_window(flats: Sequence[FlatBatch], options: BalanceOptions) -> None:
     """Checks that samples of a window's batches can change places: batches with samples have the same fields."""
+    if len(flats) > options.window:
+        raise ValueError(f"{len(flats)} batches for a window of {options.window}; set BalanceOptions.window")
     filled = [flat for flat in flats if flat.num_samples]
     for flat in filled:
         if flat.schema is not filled[0].schema and flat.schema.hash != filled[0].schema.hash:

@@ -136,15 +136,10 @@ def _against_loaded(one: Gain) -> tuple[str, str]:
 
 
 def _next_step(gains: list[Gain]) -> str:
-    _, plain, windows, split = gains
-    best = max(plain, windows, split, key=lambda one: one.speed_up)
-    if best.speed_up < _WORTH:
+    best = max(one.speed_up for one in gains)
+    if best < _WORTH:
         return "Next: nothing. These batches are even as they are, or as even as samples of this kind can be."
-    if best.speed_up < _WORTH * plain.speed_up:
-        return "Next: wrap the loader, BalancedLoader(loader, Balancer.embedded(), cost=…): docs/start/tutorial.md"
-    if windows.speed_up * _WORTH >= split.speed_up:
-        return f"Next: wrap the loader, with BalanceOptions(window={windows.way.split()[-1]}): docs/train/windows.md"
-    return "Next: wrap the loader, and split samples (what their exchange takes is not counted): docs/train/giants.md"
+    return f"Next: {next(one.remedy for one in gains[1:] if one.speed_up * _WORTH >= best)}"
 
 
 def _draw(path: Path, gains: list[Gain], ranks: int) -> None:

@@ -24,7 +24,6 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from evenkeel import __version__
-from evenkeel.partitioning.api import imbalance_of_bound
 from evenkeel.partitioning.delays import Cause
 from trainer_client.balancing import BalancedLoader, Counters, RoundReport
 from trainer_client.embedding.routing.ownership import RoutingLike
@@ -142,8 +141,9 @@ class RankMeasures:
         delays = {late.cause: late.share for late in learned.delays if late.rank == rank}
         for cause in Cause:
             self._of("late_ratio", loader, cause.label).set(delays.get(cause, 0.0))
-        bound = imbalance_of_bound(report.lower_bound, report.max_load, report.imbalance)
-        for when, value in (("before", report.imbalance_before), ("after", report.imbalance), ("bound", bound)):
+        for when, value in (
+            ("before", report.imbalance_before), ("after", report.imbalance), ("bound", report.imbalance_bound),
+        ):  # fmt: skip
             if math.isfinite(value):
                 self._of("imbalance_excess_ratio", loader, when).observe(max(0.0, value - 1))
         self._of("samples", loader).inc(report.own_samples)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from evenkeel.partitioning import ImpossiblePartitionError, PartitionError, PartitionNotFoundError, partition
-from evenkeel.partitioning.api import imbalance_of_bound
 from evenkeel.partitioning.problem import MAX_RANKS
+from evenkeel.partitioning.rounds import Figures
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,7 @@ def test_what_misses_a_cap_by_less_than_a_unit_is_not_called_impossible() -> Non
 
 
 def test_imbalance_at_the_bound_is_less_by_as_much_as_the_load() -> None:
-    assert imbalance_of_bound(8.0, 10.0, 1.5) == pytest.approx(1.2)
-    assert imbalance_of_bound(0.0, 0.0, 1.0) == 1.0
+    counted = dict.fromkeys(("samples", "moved_samples", "size", "moved_size", "moved_size_between_nodes"), 0)
+    for loads, bound, expected in (([10.0, 2.0, 8.0], 8.0, 1.2), ([0.0, 0.0], 0.0, 1.0)):
+        figures = Figures.of(np.array(loads), np.array(loads), None, lower_bound=bound, **counted)
+        assert figures.imbalance_bound == pytest.approx(expected)

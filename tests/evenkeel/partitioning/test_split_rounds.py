@@ -27,10 +27,10 @@ def owns(done: Round, plan: RoundPlan) -> list[RankPlan]:
     for rank in range(done.samples.num_ranks):
         own = slice(int(slices.home_begin[rank]), int(slices.home_begin[rank + 1]))
         steps, count = None if slices.steps is None else slices.steps[own], len(plan.batches)
-        one = RankPlan(steps=steps, slices=slices.batches_of(rank), cuts=(None,) * count, splits=((),) * count)
+        one = RankPlan(steps=steps, slices=slices.batches_of(rank), cuts=(None,) * count)
         if plan.parts is not None:
             steps, cuts = read_parts(plan.parts.begins[own], steps, count)
-            one = replace(one, steps=steps, cuts=cuts, splits=read_splits(plan.parts.pieces, count))
+            one = replace(one, steps=steps, cuts=cuts)
         found.append(one)
     return found
 
@@ -80,7 +80,7 @@ def test_values_arrive_once_and_pieces_are_where_they_say(done: Round) -> None:
     for batch, figures in enumerate(plan.batches):
         assert figures.max_load_after <= alone.batches[batch].max_load_after
         arrived = carried_out(done, plans, batch)
-        splits = plans[0].splits[batch]
+        splits = () if plan.parts is None else read_splits(plan.parts.pieces, len(plan.batches))[batch]
         assert not splits or arrived == carried_out(done, owns(done, alone), batch), "users change no batch with parts"
         parts = [(rank, place) for rank, ranks in enumerate(arrived) for place in range(len(ranks))]
         of_pieces = [(piece.rank, piece.sequence) for sample in splits for piece in sample.pieces]

@@ -187,7 +187,7 @@ def test_a_directive_without_a_plan_leaves_every_sample_at_home() -> None:
         read = read_directive(row, number=0, rank=1)
         assert isinstance(read, Directive)
         assert read.ended
-        assert read.splits(0) == ()
+        assert not read.reports
         assert (read.decision, str(read.decision.error)) == (decision, str(decision.error))
 
 

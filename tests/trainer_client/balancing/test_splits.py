@@ -150,7 +150,7 @@ def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]
         for name in ("ignores by hand", "asks by hand"):
             for batch in batches:
                 ticket = balancer.submit(batch, cost=HSTU, spec=SPEC, loader=name)
-                with pytest.raises(RuntimeError, match="report is known when"):
+                with pytest.raises(RuntimeError, match="the report is known when"):
                     _ = replace(ticket, future=Future()).report
                 moved = balancer.redistribute(batch, ticket, loader=name)  # by the spec that was submitted
                 assert int(moved["count"].sum()) == len(moved["items"])

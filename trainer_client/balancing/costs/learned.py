@@ -98,7 +98,7 @@ def count_on_device(batch: Any, source: str | Sequence[str]) -> torch.Tensor:
 class LearnedCost(SampleCost):
     """The weighted sum of a batch's terms, in milliseconds, as soon as the ranks know the weights.
 
-    Give it to a `BalancedLoader`, and the loader to a `StepTimer`, as for learned speeds: nothing else is to be done.
+    Give it to a `BalancedLoader`, and the loader to a `StepTimer`: nothing else is to be done.
 
         loader = BalancedLoader(loader, balancer, cost=LearnedCost(SequenceTerms(history="history")))
         timer = StepTimer(device, loader=loader)
