@@ -49,7 +49,7 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
     ("end_to_end_2xh100", "1.194 1.137", "workloads/{zipf,lognormal}/settings/off/cost_imbalance", (), 1),
     (
         "end_to_end_replay",
-        "1.449 1.459 1.432 1.118 1.242 1.166 1.531 1.532 1.515 1.121 1.249 1.181",
+        "1.432 1.446 1.421 1.204 1.243 1.201 1.513 1.518 1.500 1.172 1.287 1.215",
         "replays/{8,16}/workloads/{zipf,lognormal}/settings/{minimal_move,window,kk}/speedup", (), 1,
     ),
     *(
