@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,13 @@ class Configuration:
     pipeline: str | None
 
 
+class _Loader(yaml.SafeLoader):
+    """Takes 1e-3 for a number, as YAML 1.2 does, and not for text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+"), list("-+0123456789"))
+
+
 def load_configuration(path: str | Path) -> Configuration:
     """Reads a YAML or TOML file.
 
@@ -48,7 +55,7 @@ def load_configuration(path: str | Path) -> Configuration:
     path = Path(path)
     text = path.read_text(encoding="utf-8")
     try:
-        return read_configuration(tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {})
+        return read_configuration(tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Loader) or {})
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -78,13 +85,9 @@ def _options(section: Any) -> BalanceOptions:
     defaults = BalanceOptions()
     values = dict(_mapping("balance", section, [field.name for field in fields(BalanceOptions) if field.init]))
     for key, value in values.items():
-        default = getattr(defaults, key)
-        if isinstance(default, float | timedelta) and isinstance(value, str):
-            with suppress(ValueError):
-                values[key] = float(value)  # YAML takes 1e-3, which has no dot, for text
-        if isinstance(default, timedelta):
+        if isinstance(getattr(defaults, key), timedelta):
             try:
-                values[key] = timedelta(seconds=values[key])
+                values[key] = timedelta(seconds=value)
             except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(f"{key} is {value!r}; give seconds as a number") from error
     return BalanceOptions(**values)

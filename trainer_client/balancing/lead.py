@@ -198,8 +198,8 @@ class Planning(Stage):
             self._plan(round_, samples)
         if round_.plan is None:  # samples stay, but for those that ranks with too few need
             least = round_.options.min_samples if round_.decision.mode is Mode.SPREAD else 0
-            plan = plan_round(samples, replace(round_.options.spreading(), min_samples=least))
-            round_.plan, round_.plain = replace(plan, seconds=0.0), True
+            round_.options = replace(round_.options.spreading(), min_samples=least)
+            round_.plan, round_.plain = replace(plan_round(samples, round_.options), seconds=0.0), True
         decision = round_.decision
         if decision.reason in (Reason.INVALID_COSTS, Reason.PARTITION_FAILED):
             self._say_unplanned(round_.number, decision)
@@ -207,7 +207,7 @@ class Planning(Stage):
             round_.plan = _without_loads(round_.plan, decision.ranks)
 
     def _plan(self, round_: Round, samples: RoundSamples) -> None:
-        options, decision, alone = round_.options, round_.decision, samples.num_ranks == 1
+        decision, alone = round_.decision, samples.num_ranks == 1
         if self._kernels is not None and not round_.plain:
             if self._kernels.ready:
                 self._kernels = None
@@ -216,15 +216,15 @@ class Planning(Stage):
         if alone:  # samples stay; an error where they exceed the memory cap
             round_.plain = True
         if round_.plain:
-            options = replace(options, strategy="plain", split=None, stay=alone)
+            round_.options = replace(round_.options, strategy="plain", split=None, stay=alone)
         try:
-            round_.plan = plan_round(samples, options)
+            round_.plan = plan_round(samples, round_.options)
         except PartitionError as error:
             stays = Decision(
                 mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, problem=str(error), batches=decision.batches,
                 last=decision.last,
             )  # fmt: skip
-            round_.decision = spread(stays, samples.batch_sizes, options.min_samples)
+            round_.decision = spread(stays, samples.batch_sizes, round_.options.min_samples)
             return
         if alone:
             round_.decision = replace(decision, mode=Mode.IDENTITY)
