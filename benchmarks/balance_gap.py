@@ -1,12 +1,14 @@
 """How far each balancer ends above the bound, what it moves and how long it decides: peers' own code beside ours.
 
-    python -m benchmarks.balance_gap --recsys-examples PATH --verl PATH [--json FILE]
+    python -m benchmarks.balance_gap --recsys-examples PATH --verl PATH --unirl PATH --transformers PATH [--json FILE]
 
-Peers are the compiled Karmarkar-Karp of NVIDIA recsys-examples and that of verl, out of checkouts that you give;
-nothing of theirs is part of Evenkeel. Costs are the FLOPs of an HSTU. Every rank loads and trains as many samples, as
-theirs need it. No assignment has a smaller largest load than the bound. Their sets go to the ranks in the order in
-which they come; an all-gather, as in recsys-examples, moves all samples to every rank instead. Times are of a
-processor, the least of three where a decision takes less than a second.
+Peers are the compiled Karmarkar-Karp of NVIDIA recsys-examples, that of verl, UniRL's longest first, and transformers'
+BatchRebalanceSampler, out of checkouts that you give; nothing of theirs is part of Evenkeel. Costs are the FLOPs of an
+HSTU. Every rank loads and trains as many samples, as theirs need it; transformers' alone gives ranks different numbers,
+by its own cost of samples padded to the longest of a rank. No assignment has a smaller largest load than the bound.
+Their sets go to the ranks in the order in which they come; an all-gather, as in recsys-examples, moves all samples to
+every rank instead. Times are of a processor, the least of three where a decision takes less than a second. The two in
+Python that are quadratic are left out of the cells in which one decision takes minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.results import write
+from benchmarks.harness.results import read_options, write
 from benchmarks.peers.checkouts import commit_of
 from evenkeel.partitioning import partition, warm_up
 from examples.datasets import Lengths, LogNormalLengths, ZipfLengths
@@ -42,7 +44,11 @@ LENGTHS: dict[str, Lengths] = {
     "zipf": ZipfLengths(exponent=1.2, maximum=4096), "lognormal": LogNormalLengths(maximum=4096), "yambda": YAMBDA,
 }  # fmt: skip
 
-Decide = Callable[[NDArray[np.int64], int], NDArray[np.int64]]  # from costs and a number of ranks to ranks
+Decide = Callable[[list[int], list[int], int], list[list[int]]]  # samples of each rank, of costs, tokens and ranks
+STEPS: dict[str, Callable[[int, int], int]] = {  # of those that are left out above MOST_STEPS, by samples and ranks
+    "unirl": lambda n, k: 4 * n * k, "transformers": lambda n, k: n * max(30 * k, n),
+}  # fmt: skip
+MOST_STEPS = 1 << 27
 
 
 def load_peers(options: argparse.Namespace) -> dict[str, Decide]:
@@ -56,11 +62,23 @@ def load_peers(options: argparse.Namespace) -> dict[str, Decide]:
                 "`BUILD_EXT_ONLY=kk_cpu_ops python setup.py build_ext --inplace`"
             )
         nvidia.nvtx = mock.MagicMock()  # marks for profilers, which a CPU build of torch lacks
-        found["recsys-examples"] = _by_rank(lambda costs, k: nvidia.karmarkar_karp(costs, k, equal_size=True))
+        found["recsys-examples"] = lambda costs, _, k: nvidia.karmarkar_karp(costs, k, equal_size=True)
     if options.verl:
         unused = ("verl", "verl.protocol", "verl.utils", "verl.utils.tensordict_utils", "verl.utils.device")
         verl = _load(options.verl / "verl/utils/seqlen_balancing.py", unused)
-        found["verl"] = _by_rank(lambda costs, k: verl.get_seqlen_balanced_partitions(costs, k, equal_size=True))
+        found["verl"] = lambda costs, _, k: verl.get_seqlen_balanced_partitions(costs, k, equal_size=True)
+    if options.unirl:
+        unirl = _load(options.unirl / "unirl/utils/shard_balance.py")
+        found["unirl"] = lambda costs, _, k: np.reshape(unirl.lpt_shard_permutation(costs, k), (k, -1)).tolist()
+    if options.transformers:
+        needed = ("transformers", "transformers.integrations", "transformers.integrations.deepspeed")
+        others = ("transformers.utils", "torch_xla", "torch_xla.runtime")
+        amazons = ("smdistributed", "smdistributed.modelparallel", "smdistributed.modelparallel.torch")
+        path = options.transformers / "src/transformers/trainer_pt_utils.py"
+        theirs = _load(path, (*needed, *others, *amazons)).BatchRebalanceSampler
+        found["transformers"] = lambda _, tokens, k: [
+            samples for (samples,) in theirs(tokens, len(tokens), k, 1)._assign(range(len(tokens)), tokens)
+        ]
     return found
 
 
@@ -68,23 +86,13 @@ def _load(path: Path, unused: tuple[str, ...] = ()) -> Any:
     """A peer's file as a module, beside stand-ins for what it imports and deciding does not use."""
     if not path.is_file():
         sys.exit(f"there is no {path}; give a checkout's root")
-    spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(".".join([*unused[:1], f"peer_{path.stem}"]), path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in unused}):
         spec.loader.exec_module(module)
     return module
-
-
-def _by_rank(decide: Callable[[list[int], int], list[list[int]]]) -> Decide:
-    def destinations(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-        ranks = np.empty(costs.size, np.int64)
-        for rank, samples in enumerate(decide(costs.tolist(), num_ranks)):
-            ranks[samples] = rank
-        return ranks
-
-    return destinations
 
 
 def measure(lengths: str, num_ranks: int, samples: int, peers: dict[str, Decide], seeds: int) -> dict[str, Any]:
@@ -105,16 +113,21 @@ def _decide(
     costs = np.asarray(flops / 1e3).astype(np.int64)
     homes = np.repeat(np.arange(num_ranks, dtype=np.int32), samples)
     ours = partition(costs, homes, num_ranks, sizes=tokens)
-    balancers = {"evenkeel": lambda c, k: partition(c, homes, k, sizes=tokens).destinations} | peers
     found = {"as loaded": _figures(homes, costs, tokens, homes, num_ranks, ours.lower_bound)}
-    for name, balancer in balancers.items():
+    given = costs.tolist(), tokens.tolist(), num_ranks
+    for name, balancer in ({"evenkeel": None} | peers).items():
+        if name in STEPS and STEPS[name](costs.size, num_ranks) > MOST_STEPS:
+            continue
         times: list[float] = []
-        took = 0.0
+        took, ranks = 0.0, ours.destinations
         while len(times) < 3 and took < 1.0:
             began = time.process_time()
-            ranks = balancer(costs, num_ranks)
+            sets = balancer(*given) if balancer else partition(costs, homes, num_ranks, sizes=tokens)
             took = time.process_time() - began
             times.append(1e3 * took)
+        if isinstance(sets, list):
+            ranks = np.empty(costs.size, np.int32)
+            ranks[list(itertools.chain(*sets))] = np.repeat(np.arange(num_ranks), [len(one) for one in sets])
         found[name] = _figures(ranks, costs, tokens, homes, num_ranks, ours.lower_bound) | {"ms": min(times)}
     return found
 
@@ -138,21 +151,17 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for name in ("lengths", "ranks x samples", *names):
         table.add_column(name, justify="right")
     for row in rows:
-        cells = [f"{row[name]['gap']:.2%}" for name in names]
-        for at, one in enumerate(row[name] for name in names):
-            if "ms" in one:
-                cells[at] += f"  {one['moved']:.1%}  {one['ms']:.2f}"
+        cells = []
+        for one in (row.get(name, {}) for name in names):
+            timed = f"  {one['moved']:.1%}  {one['ms']:.2f}" if "ms" in one else ""
+            cells.append(f"{one['gap']:.2%}{timed}" if one else "")
         table.add_row(row["lengths"], f"{row['ranks']} x {row['samples']}", *cells)
     console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recsys-examples", type=Path, help="checkout of NVIDIA recsys-examples, its kk_cpu_ops built")
-    parser.add_argument("--verl", type=Path, help="checkout of verl")
-    parser.add_argument("--quick", action="store_true", help="small cells only")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    options = parser.parse_args()
+    names = ("recsys_examples", "verl", "unirl", "transformers")
+    options = read_options(__doc__, quick="small cells only", **{name: f"checkout of {name}" for name in names})
     console, peers = Console(width=150), load_peers(options)
     warm_up()
     cells = itertools.product(LENGTHS, RANKS[:2] if options.quick else RANKS, SAMPLES)
@@ -162,8 +171,7 @@ def main() -> None:
         for name, ranks, samples in track(asked, console=console, transient=True)
     ]
     show(rows, console)
-    checkouts = {"recsys-examples": options.recsys_examples, "verl": options.verl}
-    commits = {name: commit_of(path) for name, path in checkouts.items() if path}
+    commits = {name: commit_of(getattr(options, name.replace("-", "_"))) for name in peers}
     write(options.json, {"commits": commits, "seeds": SEEDS, "rows": rows})
 
 

@@ -129,27 +129,19 @@ class Entrant:
 def make_model(options: argparse.Namespace, device: torch.device) -> ModelOptions:
     """The shape that the flags ask for."""
     return ModelOptions(
-        num_layers=options.layers,
-        width=options.width,
-        num_heads=options.heads,
-        head_dim=options.head_dim,
-        num_items=options.items,
-        max_tokens=options.max_length,
-        kernel=choose_kernel("auto", device, 1),
+        num_layers=options.layers, width=options.width, num_heads=options.heads, head_dim=options.head_dim,
+        num_items=options.items, max_tokens=options.max_length, kernel=choose_kernel("auto", device, 1),
         compile=device.type == "cuda",
-    )
+    )  # fmt: skip
 
 
 def make_data(options: argparse.Namespace, lengths: str, rank: int) -> SyntheticSequences:
     """This rank's batches."""
+    drawn = lengths_named(lengths, maximum=options.max_length, mean=options.mean)
     return SyntheticSequences(
-        num_batches=options.steps,
-        batch_size=options.batch_size,
-        lengths=lengths_named(lengths, maximum=options.max_length, mean=options.mean),
+        num_batches=options.steps, batch_size=options.batch_size, lengths=drawn, seed=options.seed, rank=rank,
         items=Keys(count=options.items, exponent=1.05),
-        seed=options.seed,
-        rank=rank,
-    )
+    )  # fmt: skip
 
 
 def make_balancer(setting: str, options: argparse.Namespace, lengths: str) -> Balancer:

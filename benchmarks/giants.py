@@ -16,10 +16,8 @@ machine, but for the time of a decision, which is processor time of one thread.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.results import write
+from benchmarks.harness.results import read_options, write
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
@@ -155,10 +153,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 seed, 8 ranks")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    options = parser.parse_args()
+    options = read_options(__doc__, quick="1 seed, 8 ranks")
     warm_up()
     rows = []
     for shape in SHAPES:

@@ -5,6 +5,19 @@
 The first tables are those of the histories of `examples/dlrmv4`, with what is published of Yambda-5B: rows, users in a
 rank's batch, the mean history, and owners that are asked for 2.8 and 1.3 times the mean. Then traces with drift and
 sessions. Hot rows are chosen from the first half of the steps, and bytes counted in the second.
+
+"All" is the exchange without deduplication, as TorchRec's of sequences; FlexShard's 85 % are of such a one, as far as
+is public. "Once" sends each key of a rank once: a row there, its gradient back. "Link" is what a rank, or a node where
+there are several, sends on average, with what hot rows send beside All2Alls.
+
+No way that leaves the weights exact sends less than the floors. Say the links S look a row up in a step, and D in the
+next step that any does. The first link to know the row after S needs the gradients of all others of S, a row each; all
+others of D cannot know it yet, and get a row each afterwards: |S| + |D| - 2 rows, or - 1 where S and D share no link.
+Over the steps that is 2 (k - 1) for each step in which k links look it up, and the odd ones: the floor of rows that may
+live anywhere, and move with their optimizer's state for nothing. Where a row has a home whose optimizer takes the
+steps, each other link needs the row and sends a gradient: 2 k, or 2 (k - 1) if the home is among the k. If links are
+ranks, "once" sends just that, keys apart: hot rows save nothing in all, they spread what the heaviest owner sends. If
+links are nodes, "once" sends a row for each rank, so there is something to save. Floors count no keys.
 """
 
 from __future__ import annotations
@@ -78,8 +91,27 @@ def stream_of(source: str, ranks: int) -> Stream:
     return of_lookups(source, TRACES[source](np.random.default_rng(ranks), STEPS[ranks], ranks * LOOKUPS), ranks)
 
 
+def floors(codes: Array, homes: Array, links: int, steps: int) -> tuple[int, int]:
+    """The least rows that links send: where rows have homes, and where they may be anywhere.
+
+    Args:
+        codes: (touches,) different ones, ascending: (key · steps + step) · links + the link that looks it up.
+        homes: (touches,) the link where the key's row lives.
+        links: How many there are.
+        steps: The same.
+    """
+    touch, link = np.divmod(codes, links)
+    touches, at, times = np.unique(touch, return_inverse=True, return_counts=True)
+    order = np.lexsort((at, link, touch // steps))
+    again = np.flatnonzero((np.diff(at[order]) == 1) & (np.diff(link[order]) == 0))
+    key = touches // steps
+    follows, shared = np.diff(key) == 0, np.unique(at[order][again])
+    shared = shared[follows[shared]]
+    return 2 * int((homes != link).sum()), 2 * int((times - 1).sum()) + int(follows.sum()) - len(shared)
+
+
 def measure(stream: Stream, ranks: int, per_node: int) -> dict[str, Any]:
-    """Megabytes that a rank sends in All2Alls, and the heaviest owner over the mean, of each way."""
+    """Megabytes that a rank sends in All2Alls, the heaviest owner over the mean, and megabytes of a link, each way."""
     table, half = stream.table, len(stream.steps) // 2
     sampler = KeySampler([table.name], max_references=200_000_000)
     for keys in (keys for step in stream.steps[:half] for keys in step):
@@ -87,25 +119,43 @@ def measure(stream: Stream, ranks: int, per_node: int) -> dict[str, Any]:
     keys, wanted = (torch.from_numpy(each) for each in heavy_hitters(sampler.traces()[table.name]))
     choice = choose_hot_rows(table, keys, wanted, world_size=ranks, ranks_per_node=per_node)
     hot = np.sort(choice.keys.numpy())
+    link_size = per_node if per_node < ranks else 1
+    links, steps, codes = ranks // link_size, len(stream.steps) - half, []
     asked = {name: np.zeros((ranks, ranks)) for name in ("all", "all_hot", "once", "once_hot")}
-    for step in stream.steps[half:]:
+    for number, step in enumerate(stream.steps[half:]):
         for rank, lookups in enumerate(step):
             unique, times = np.unique(lookups, return_counts=True)
-            owner = table.route(torch.from_numpy(unique), ranks)[0]
-            cold = ~np.isin(unique, hot, assume_unique=True)
+            owner, cold = owners_of(table, unique, ranks), ~np.isin(unique, hot, assume_unique=True)
             for name, weight in zip(asked, (times, times * cold, np.ones_like(times), cold), strict=True):
-                asked[name][rank] += np.bincount(owner.numpy(), weight, ranks)
-    way = 2 * table.embedding_dim * table.dtype.itemsize + 8
-    mega = {name: 1e-6 * way / ranks / (len(stream.steps) - half) for name in asked}
+                asked[name][rank] += np.bincount(owner, weight, ranks)
+            codes.append((unique * steps + number) * links + rank // link_size)
+    row = table.embedding_dim * table.dtype.itemsize
+    mega = dict.fromkeys(asked, 1e-6 * (2 * row + 8) / ranks / steps)
     mega["all"] = mega["all_hot"] = mega["all"] * stream.times
+    touched = np.unique(np.concatenate(codes))
+    least = floors(touched, owners_of(table, touched // links // steps, ranks) // link_size, links, steps)
+    # Beside the All2All, all hot rows come to even stretches and go around a ring of all ranks; their gradients too.
+    ends = np.searchsorted(np.sort(owners_of(table, hot, ranks) // link_size), np.arange(links + 1))
+    even = np.linspace(0, len(hot), links + 1)
+    staying = np.maximum(np.minimum(ends[1:], even[1:]) - np.maximum(ends[:-1], even[:-1]), 0).sum()
+    ring = 2e-6 * row * (len(hot) * (ranks - 1) / ranks + (len(hot) - staying) / links)
+    by_link = {name: each.reshape(links, link_size, links, link_size).sum((1, 3)) for name, each in asked.items()}
+    apart = {name: mega[name] * link_size * float(each.sum() - np.trace(each)) for name, each in by_link.items()}
     return {
         "stream": table.name, "ranks": ranks, "nodes": ranks // per_node, "keys_seen": len(keys),
         "hot_rows": len(hot), "hot_memory_mb": choice.memory_bytes / 1e6,
         "all_to_all_mb": {name: float(mega[name] * (each.sum() - np.trace(each))) for name, each in asked.items()},
         "heaviest_owner": {name: float(each.sum(0).max() * ranks / each.sum()) for name, each in asked.items()},
-        "busiest_link_mb": {"once": choice.without.busiest_link_bytes / 1e6,
-                            "once_hot": choice.expected.busiest_link_bytes / 1e6},
+        "link_mb": {
+            "all": apart["all"], "once": apart["once"], "once_hot": apart["once_hot"] + ring,
+            "floor_of_homes": 1e-6 * row * least[0] / links / steps, "floor": 1e-6 * row * least[1] / links / steps,
+        },
     }  # fmt: skip
+
+
+def owners_of(table: RoutedTable, keys: Array, ranks: int) -> Array:
+    owned: Array = table.route(torch.from_numpy(keys), ranks)[0].numpy()
+    return owned
 
 
 def main(
@@ -114,13 +164,14 @@ def main(
     """Replays every stream and prints the table."""
     cells = [(ranks, source) for ranks in WORLDS for source in (*MADE, *TRACES)]
     rows = [measure(stream_of(source, ranks), ranks, WORLDS[ranks]) for ranks, source in track(cells, "streams")]
-    shown = Table("stream", "ranks", "hot rows", "MB", "All2All", "once", "hot", "owner", "once", "hot", "link", "hot")
+    shown = Table("stream", "ranks", "hot rows", "MB", "All2All", "once", "hot", "owner", "once", "hot", "link", "once",
+                  "hot", "of homes", "floor")  # fmt: skip
     for row in rows:
-        sent, owner, link = row["all_to_all_mb"], row["heaviest_owner"], row["busiest_link_mb"]
+        sent, owner = row["all_to_all_mb"], row["heaviest_owner"]
         numbers = [row["hot_memory_mb"], *(sent[way] for way in ("all", "once", "once_hot"))]
-        numbers += [*(owner[way] for way in ("all", "once", "once_hot")), *link.values()]
+        numbers += [*(owner[way] for way in ("all", "once", "once_hot")), *row["link_mb"].values()]
         shown.add_row(row["stream"], str(row["ranks"]), str(row["hot_rows"]), *(f"{number:.2f}" for number in numbers))
-    Console(width=140).print(shown)
+    Console(width=170).print(shown)
     write(json_path, {"steps": STEPS, "rows": rows})
 
 

@@ -1,22 +1,17 @@
-"""Partitions: how near the bound, how much they move, how long they take.
+"""Partitions: how near the bound, how much they move; how long they take, `benchmarks.balance_gap` says.
 
     python -m benchmarks.partitioning --json benchmarks/results/partitioning.json
     python -m benchmarks.partitioning --quick
 
 Each cell of a grid is the mean of some draws: the largest load over the lower bound, and the share of the bytes that
 change rank, of the library's search, of its Karmarkar-Karp and of longest first. Moves are free there, but for ties.
-Times are medians of processor time of whole calls, arguments checked and sets matched to ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,13 +20,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.results import write
+from benchmarks.harness.results import read_options, write
 from evenkeel.partitioning import partition, warm_up
 
 Lengths = NDArray[np.int64]
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")
 RANKS, SAMPLES = (8, 64, 256, 1024), (8, 32, 128, 512)
-SHAPES = ((8, 32), (8, 128), (64, 32), (64, 128), (64, 512), (256, 128), (256, 256), (1024, 128), (1024, 256))
 LONGEST = 4096
 MOST_SEEDS, DRAWN = 20, 200_000  # draws of a cell: as many, or as give so many samples, at least 2
 
@@ -98,29 +92,7 @@ def measure_cell(ranks: int, samples: int, lengths: str, cost: str, most_seeds: 
     }  # fmt: skip
 
 
-def measure_times(ranks: int, samples: int, lengths: str, seeds: int) -> dict[str, Any]:
-    """Median milliseconds of a call."""
-    homes = np.repeat(np.arange(ranks, dtype=np.int32), samples)
-    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
-    for seed in range(seeds):
-        sizes = LENGTHS[lengths](np.random.default_rng(seed), ranks * samples)
-        costs = COSTS["L²+1024L"](sizes)
-        for strategy in STRATEGIES:
-            times[strategy].append(median_ms(partial(partition, costs, homes, ranks, strategy=strategy, sizes=sizes)))
-    medians = {strategy: statistics.median(values) for strategy, values in times.items()}
-    return {"ranks": ranks, "samples": samples, "lengths": lengths, "seeds": seeds} | medians
-
-
-def median_ms(call: Callable[[], object], repeats: int = 7) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.thread_time()
-        call()
-        times.append(1e3 * (time.thread_time() - start))
-    return statistics.median(times)
-
-
-def show(console: Console, grid: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
+def show(console: Console, grid: list[dict[str, Any]]) -> None:
     table = Table(title="Largest load over the lower bound, and shares moved; means over ranks, costs and draws")
     for column in ("samples", "lengths", "before", "KK", "LPT", "ours", "worst over best other", "moved", "by KK"):
         table.add_column(column, justify="left" if column == "lengths" else "right")
@@ -134,30 +106,19 @@ def show(console: Console, grid: list[dict[str, Any]], times: list[dict[str, Any
               for name in ("minimal_move", "karmarkar_karp")),
         )  # fmt: skip
     console.print(table)
-    table = Table("ranks", "samples", "lengths", *STRATEGIES, title="Median ms of a call")
-    for entry in times:
-        named = (str(entry[key]) for key in ("ranks", "samples", "lengths"))
-        table.add_row(*named, *(f"{entry[name]:.3f}" for name in STRATEGIES))
-    console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small shapes, two draws")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    options = parser.parse_args()
-    quick = options.quick
-    seeds, shapes = (2, SHAPES[:2]) if quick else (MOST_SEEDS, SHAPES)
-    console = Console(width=150)
+    options = read_options(__doc__, quick="small shapes, two draws")
+    quick, console = options.quick, Console(width=150)
     warm_up()
-    times = [measure_times(*shape, name, 2 if quick else 5) for shape in shapes for name in ("lognormal", "zipf_1.2")]
     cells = list(itertools.product(SAMPLES[: 1 if quick else 4], LENGTHS, RANKS[: 1 if quick else 4], COSTS))
     grid = [
-        measure_cell(count, size, lengths, cost, seeds)
+        measure_cell(count, size, lengths, cost, 2 if quick else MOST_SEEDS)
         for size, lengths, count, cost in track(cells, "grid", console=console)
     ]
-    show(console, grid, times)
-    write(options.json, {"grid": grid, "times": times})
+    show(console, grid)
+    write(options.json, {"grid": grid})
 
 
 if __name__ == "__main__":

@@ -165,21 +165,14 @@ def make_job(tables: int, size: Size, traces: Sequence[Keys], profile: HardwareP
             batch[name] = torch.from_numpy(part), lengths
         described.append(
             Table(
-                name=name,
-                rows=int(rows[index]),
-                dim=int(dims[index]),
-                ids_per_sample=float(ids[index]),
-                optimizer=Optimizer.ROWWISE_ADAGRAD,
-                pooled=True,
+                name=name, rows=int(rows[index]), dim=int(dims[index]), ids_per_sample=float(ids[index]),
+                optimizer=Optimizer.ROWWISE_ADAGRAD, pooled=True,
             )
-        )
+        )  # fmt: skip
     request = PlanRequest(
-        tables=tuple(described),
-        topology=Topology(ranks=1, hbm_bytes=1 << 36),
-        hardware=profile,
-        runtime=Runtime.TORCHREC,
-        step=Step(samples_per_rank=size.samples),
-    )
+        tables=tuple(described), topology=Topology(ranks=1, hbm_bytes=1 << 36), hardware=profile,
+        runtime=Runtime.TORCHREC, step=Step(samples_per_rank=size.samples),
+    )  # fmt: skip
     return Job(with_seen(request, batches[: size.steps]), batches)
 
 
@@ -306,11 +299,9 @@ def _torchrec_plan(
     samples = request.step.samples_per_rank
     given: dict[str, Any] = {"topology": topology, "batch_size": samples, "constraints": constraints}
     enumerator = None if enumerates is None else enumerates.EmbeddingEnumerator(**given)
+    free_of_reserve = FixedPercentageStorageReservation(0.0)
     planner = EmbeddingShardingPlanner(
-        **given,
-        enumerator=enumerator,
-        proposer=proposers,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
+        **given, enumerator=enumerator, proposer=proposers, storage_reservation=free_of_reserve
     )
     try:
         model = TableModel(request, device)
@@ -458,12 +449,9 @@ def main(
     known = builtin_profiles()
     profile = known[hardware] if hardware in known else parse_profile(json.loads(Path(hardware).read_text("utf-8")))
     rows: list[dict[str, Any]] = []
-    about = {
-        "device": torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"cpu: {platform.processor()}, times mean nothing",
-        "keys": [path.name for path in keys or ()],
-    }
+    on_cpu = f"cpu: {platform.processor()}, times mean nothing"
+    named = torch.cuda.get_device_name() if device == "cuda" else on_cpu
+    about = {"device": named, "keys": [path.name for path in keys or ()]}
     with process_group(place):
         for keys_of, number, part in cells(size, traces):
             job = make_job(number, size, traces if keys_of == "traces" else (), profile)

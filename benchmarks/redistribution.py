@@ -179,19 +179,12 @@ def measure_case(case: Case, strategy: str, device: torch.device, repeats: int) 
     raw = PackedBytes(own, piece, group)
     ours_ms, host_ms = clock.device_and_host(ours)
     raw_ms, raw_host_ms = clock.device_and_host(raw.run)
-    return {
-        **asdict(case),
-        "strategy": strategy,
-        "mib_held": float(sizes.sum()) / world_size / 2**20,
-        "mib_sent": float(moved.max()) / 2**20,
-        "ours_ms": ours_ms,
-        "all_to_all_ms": raw_ms,
-        "ratio": ours_ms / raw_ms,
-        "host_ms": host_ms,
-        "all_to_all_host_ms": raw_host_ms,
-        "call_ms": clock.total(ours),
+    return asdict(case) | {
+        "strategy": strategy, "mib_held": float(sizes.sum()) / world_size / 2**20,
+        "mib_sent": float(moved.max()) / 2**20, "ours_ms": ours_ms, "all_to_all_ms": raw_ms, "ratio": ours_ms / raw_ms,
+        "host_ms": host_ms, "all_to_all_host_ms": raw_host_ms, "call_ms": clock.total(ours),
         "all_to_all_call_ms": clock.total(raw.run),
-    }
+    }  # fmt: skip
 
 
 def run_rank(rank: int, world_size: int, port: int, options: argparse.Namespace) -> None:

@@ -15,7 +15,6 @@ they take of a rank that does not lead.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,7 +32,7 @@ import torch.distributed as dist
 from benchmarks.harness import zygote
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.results import write
+from benchmarks.harness.results import read_options, write
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.refinements import plan_round, slice_round
 from evenkeel.partitioning.rounds import RankSamples, RoundOptions, RoundSamples
@@ -272,10 +270,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a second of each, to see that it works")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    options = parser.parse_args()
+    options = read_options(__doc__, quick="a second of each, to see that it works")
     seconds = 1.0 if options.quick else 10.0
     warm_up()
     with running_balancer("--log-level", "warning", interpreter=True) as balancer, running_echo() as echo:

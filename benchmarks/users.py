@@ -10,10 +10,8 @@ back. Rows are those of sixteen ranks. Times are of a processor, the least of fi
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.balance_gap import YAMBDA
-from benchmarks.harness.results import write
+from benchmarks.harness.results import read_options, write
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
@@ -95,10 +93,7 @@ def measure(stream: str, ranks: int, samples: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small cells only")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    options, table = parser.parse_args(), Table(title="Of a rank, without users and with")
+    options, table = read_options(__doc__, quick="small cells only"), Table(title="Of a rank, without users and with")
     warm_up()
     cells = CELLS[:2] if options.quick else CELLS
     rows = [measure(stream, *cell) for stream in ("stride", "random") for cell in cells]

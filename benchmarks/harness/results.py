@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -17,6 +18,15 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 _LINE = 500
 _PACKAGES = ("numpy", "numba", "torch", "grpcio", "fbgemm_gpu", "torchrec", "highspy", "scipy")
+
+
+def read_options(description: str | None, quick: str, **paths: str) -> argparse.Namespace:
+    """Whether a benchmark is to be `quick`, the file `json` that its figures go to, and paths by name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    for name, what in ({"json": "file to write the figures to"} | paths).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=Path, help=what)
+    return parser.parse_args()
 
 
 def provenance() -> dict[str, Any]:

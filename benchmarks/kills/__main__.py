@@ -56,18 +56,13 @@ class Tally:
 
     def result(self, seconds: float) -> dict[str, Any]:
         """For the result file."""
+        sums = self.sums
         return {
-            "seconds": round(seconds, 1),
-            "jobs": self.jobs,
-            "kills": dict(self.sums.stops),
-            "kills_by_data": dict(self.by_data),
-            "runs_with_another_number_of_ranks": self.sums.resizes,
-            "samples_trained": self.sums.samples,
-            "lost": self.sums.lost,
-            "doubled": self.sums.doubled,
-            "jobs_compared_bit_by_bit": self.compared,
-            "findings": self.wrong,
-        }
+            "seconds": round(seconds, 1), "jobs": self.jobs, "kills": dict(sums.stops),
+            "kills_by_data": dict(self.by_data), "runs_with_another_number_of_ranks": sums.resizes,
+            "samples_trained": sums.samples, "lost": sums.lost, "doubled": sums.doubled,
+            "jobs_compared_bit_by_bit": self.compared, "findings": self.wrong,
+        }  # fmt: skip
 
 
 def main() -> int:

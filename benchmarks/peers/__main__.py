@@ -23,9 +23,7 @@ from benchmarks.end_to_end import add_ranks, add_workload, measured_by
 from benchmarks.harness.results import write
 
 MEGABYTE = 1 << 20
-SETTINGS = (
-    "off", "theirs_all_gather", "theirs_all_to_all", "evenkeel", "evenkeel_window", "evenkeel_drop_in",
-)  # fmt: skip
+SETTINGS = ("off", "theirs_all_gather", "theirs_all_to_all", "evenkeel", "evenkeel_window", "evenkeel_drop_in")
 
 
 def main() -> None:
@@ -95,17 +93,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"{found['ranks']} × {found['device']}; theirs: {peer['name']} at {peer['commit']}, {peer['compiled']}"
     )
-    for heading in (
-        "batches",
-        "setting",
-        "ms a step",
-        "each turn",
-        "over Evenkeel",
-        "host, ms",
-        "peak MB",
-        "max/mean",
-        "loss off by",
-    ):
+    timed = ("ms a step", "each turn", "over Evenkeel", "host, ms", "peak MB")
+    for heading in ("batches", "setting", *timed, "max/mean", "loss off by"):
         table.add_column(heading, justify="left" if heading in ("batches", "setting") else "right")
     for case in found["cases"]:
         for index, (setting, row) in enumerate(case["settings"].items()):

@@ -60,12 +60,7 @@ def to_sequences(batch: Any) -> SequenceBatch:
     history, actions, candidates = (features.values()[begins[i] : begins[i + 1]] for i in range(len(KEYS)))
     lengths = features.lengths().view(len(KEYS), -1)[:, :samples]
     return SequenceBatch(
-        sample=batch.sample[:samples],
-        context=batch.context.view(-1, NUM_CONTEXT)[:samples],
-        num_history=lengths[0],
-        history=history,
-        actions=actions,
-        num_candidates=lengths[2],
-        candidates=candidates,
-        labels=batch.labels.values().float(),
-    )
+        sample=batch.sample[:samples], context=batch.context.view(-1, NUM_CONTEXT)[:samples],
+        num_history=lengths[0], history=history, actions=actions,
+        num_candidates=lengths[2], candidates=candidates, labels=batch.labels.values().float(),
+    )  # fmt: skip

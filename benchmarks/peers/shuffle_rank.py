@@ -80,13 +80,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
                 say(rank, f"{case}, {entrant.setting}, from step {first}: {shown:.2f} ms a step{again}")
         collected = {}
         for entrant in sorted(entrants, key=lambda one: options.settings.index(one.setting)):
-            collected[entrant.setting] = {
-                "steps_ms": gather(entrant.steps_ms),
-                "host_ms": gather(entrant.host_ms),
-                "loads": gather(entrant.loads),
-                "losses": gather(entrant.losses),
-                "peak_bytes": gather(entrant.peak_bytes),
-            }
+            measured = ("steps_ms", "host_ms", "loads", "losses", "peak_bytes")
+            collected[entrant.setting] = {name: gather(getattr(entrant, name)) for name in measured}
             if entrant.closing is not None:
                 entrant.closing()
         seconds = time.perf_counter() - began

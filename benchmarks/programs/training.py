@@ -24,17 +24,11 @@ def tables_of(plan: ModelPlan) -> list[RoutedTable]:
     """The declarations, in float64, so that only the order of sums tells two computations apart."""
     return [
         RoutedTable(
-            name=f"table{number}",
-            embedding_dim=DIMS[number % len(DIMS)],
-            features=(f"feature{number}",),
-            num_embeddings=KEYS,
-            routing=routing,
-            pooling=plan.pooling,
-            seed=number,
-            dtype=torch.float64,
+            name=f"table{number}", embedding_dim=DIMS[number % len(DIMS)], features=(f"feature{number}",),
+            num_embeddings=KEYS, routing=routing, pooling=plan.pooling, seed=number, dtype=torch.float64,
         )
         for number, routing in enumerate(plan.routings)
-    ]
+    ]  # fmt: skip
 
 
 def make_tower(plan: ModelPlan) -> nn.Linear:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,10 @@ HISTORY = {table: (table, f"candidate_{table}") for table in ROWS if table not i
 
 def keys_of(batch: SequenceBatch, scale: Scale) -> KeyedJaggedTensor:
     """What a batch looks up: a feature of each context table, two of each table of the history."""
-    ids = {"item_id": (batch.history, batch.candidates)}
-    for table in ("artist_id", "album_id"):
-        ids[table] = tuple(rows_of(items, table, scale.rows_of(table)) for items in ids["item_id"])  # type: ignore[assignment]
     values, lengths = [batch.context.t().reshape(-1)], [torch.ones_like(batch.context).reshape(-1)]
     for table in HISTORY:
-        values += ids[table]
+        items = (batch.history, batch.candidates)
+        values += items if table == "item_id" else (rows_of(each, table, scale.rows_of(table)) for each in items)
         lengths += [batch.num_history, batch.num_candidates]
     features = [*CONTEXT, *(feature for both in HISTORY.values() for feature in both)]
     return KeyedJaggedTensor(keys=features, values=torch.cat(values), lengths=torch.cat(lengths))
@@ -35,34 +34,19 @@ def keys_of(batch: SequenceBatch, scale: Scale) -> KeyedJaggedTensor:
 
 def torchrec_tables(scale: Scale, learning_rate: float = 0.05) -> EmbeddingCollection:
     """The tables before they are sharded, without memory, trained in backward as in the reference."""
-    tables = EmbeddingCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingConfig(
-                name=table,
-                embedding_dim=scale.width,
-                num_embeddings=scale.rows_of(table),
-                feature_names=list(HISTORY.get(table, (table,))),
-            )
-            for table in ROWS
-        ],
-    )
+    configs = [
+        EmbeddingConfig(scale.rows_of(name), scale.width, name=name, feature_names=[*HISTORY.get(name, (name,))])
+        for name in ROWS
+    ]
+    tables = EmbeddingCollection(tables=configs, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": learning_rate})
     return tables
 
 
 def routed_tables(scale: Scale, device: torch.device) -> RoutedEmbeddingCollection:
     """The same tables under a routing by hash, so that no owner has more keys than others."""
-    tables = [
-        RoutedTable(
-            name=table,
-            embedding_dim=scale.width,
-            features=HISTORY.get(table, (table,)),
-            num_embeddings=scale.rows_of(table),
-            routing="hash_roundrobin",
-        )
-        for table in ROWS
-    ]
+    make = partial(RoutedTable, embedding_dim=scale.width, routing="hash_roundrobin")
+    tables = [make(name=name, features=HISTORY.get(name, (name,)), num_embeddings=scale.rows_of(name)) for name in ROWS]
     return RoutedEmbeddingCollection(tables, device=device, deduplicate=True)
 
 
@@ -89,15 +73,8 @@ class Embeddings(nn.Module):
 def make_model(scale: Scale, tables: nn.Module, device: torch.device) -> Ranker:
     """The ranker around tables that are sharded or will be."""
     options = ModelOptions(
-        num_layers=scale.layers,
-        width=scale.width,
-        num_heads=scale.heads,
-        head_dim=scale.width // scale.heads,
-        embedding_dim=scale.width,
-        num_actions=8,
-        num_context=len(CONTEXT),
-        max_tokens=3 * (POOL_EVENTS // scale.history) + len(CONTEXT) + 1,
-        interleaved=False,
-        kernel=choose_kernel("auto", device, 1),
-    )
+        num_layers=scale.layers, width=scale.width, num_heads=scale.heads, head_dim=scale.width // scale.heads,
+        embedding_dim=scale.width, num_actions=8, num_context=len(CONTEXT), interleaved=False,
+        max_tokens=3 * (POOL_EVENTS // scale.history) + len(CONTEXT) + 1, kernel=choose_kernel("auto", device, 1),
+    )  # fmt: skip
     return Ranker(options, Embeddings(scale, tables))

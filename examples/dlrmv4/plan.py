@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -21,60 +21,39 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner import Topology as TorchRecTopology
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
 
 from evenkeel.key_statistics import miss_curve
-from evenkeel.placement import InvalidInputError, Mode, PlanRequest, Sharding, Topology, parse_topology, plan
-from evenkeel.placement.application import TORCHREC_KERNELS
+from evenkeel.placement import InvalidInputError, PlanRequest, Sharding, Topology, parse_topology
 from evenkeel.placement.report import make_report
 from evenkeel.placement.whole_step import whole_step_seconds
 from evenkeel.plan_requests import DEFAULT_RESERVE
 from examples.dlrmv4.model import HISTORY, keys_of, make_model, torchrec_tables
 from examples.dlrmv4.stream import ROWS, Scale, Stream
 from trainer_client.planning import KeyStatistics, plan_model
+from trainer_client.planning.clock import as_cut
 
 OVERRIDES = ("album_id", "artist_id")  # what the reference sets to column-wise by hand
 THIN = 32  # one of so many samples stands for all: those of a user that follow each other differ by few events
 STEPS = 8
 SHARDINGS = (Sharding.ROW_WISE, Sharding.TABLE_WISE, Sharding.COLUMN_WISE, Sharding.DATA_PARALLEL)
-COLUMNS = {
-    "hbm_gib": ("HBM needed, GiB", ".0f"),
-    "shard_gib": ("largest shard, GiB", ".1f"),
-    "temporary_gib": ("largest temporary, GiB", ".1f"),
-    "owner_load": ("heaviest owner / mean", ".2f"),
-    "step_ms": ("predicted step, ms", ",.0f"),
-}
-NAMES = {"evenkeel": "Evenkeel", "torchrec": "TorchRec", "torchrec, by hand": "TorchRec, by hand"}
+HEAD = (
+    "| GPUs | planner | HBM needed, GiB | largest shard, GiB | largest temporary, GiB | heaviest owner / mean | "
+    f"predicted step, ms |\n{'| --- ' * 7}|"
+)
+LINE = "| {} | {} | {hbm_gib:.0f} | {shard_gib:.1f} | {temporary_gib:.1f} | {owner_load:.2f} | {step_ms:,.0f} |"
 GIB = 2**30
-_MODES = {"dense": Mode.HBM_ONLY} | {kernel: mode for mode, kernel in TORCHREC_KERNELS.items()}
-
-
-class Answer(NamedTuple):
-    """A planner's sharding plan, or why there is none; of ours the request."""
-
-    plan: Any = None
-    why: str = ""
-    request: PlanRequest | None = None
 
 
 def compare(gpus: Sequence[str] = ("h100", "h200"), ranks: Sequence[int] = (8, 16, 32)) -> dict[str, Any]:
-    """Figures of all planners' plans by GPU and ranks."""
+    """Figures of all planners' plans by GPU and ranks.
+
+    Raises:
+        InvalidInputError: If there is no such GPU, or ours finds no plan even with the memory of the hosts.
+    """
     logging.getLogger("torchrec").setLevel(logging.ERROR)  # or its planner prints pages
-    stream, cells = Stream(Scale()), []
-    for count in ranks:
-        seen = Seen(stream, count)
-        for gpu in gpus:
-            named, topology = parse_topology(f"{gpu}x{count}")
-            for host_bytes in (0, topology.host_bytes):
-                machines = replace(topology, host_bytes=host_bytes, hbm_reserved_fraction=DEFAULT_RESERVE)
-                planners = {"evenkeel": _ours(seen, machines, named)} | _theirs(seen, machines)
-                if planners["evenkeel"].plan is not None:
-                    break
-            rows = {
-                name: {"why": each.why} if each.plan is None else seen.figures(each.plan, planners["evenkeel"].request)
-                for name, each in planners.items()
-            }
-            there = {"hbm_gib": machines.hbm_bytes * (1 - DEFAULT_RESERVE) / GIB, "host_gib": (host_bytes or 0) / GIB}
-            cells.append({"gpu": gpu, "ranks": count, **there, "planners": rows})
+    stream = Stream(Scale())
+    cells = [seen.cell(gpu) for seen in (Seen(stream, count) for count in ranks) for gpu in gpus]
     return {"keys": "synthetic", "samples_per_rank": stream.scale.samples, "cells": cells}
 
 
@@ -95,20 +74,57 @@ class Seen:
         self.keys = {table: (keys, counts * (THIN / STEPS)) for table, (keys, counts) in counted.items()}
         traces = statistics.traces()
         self.ids = {name: trace.lookups / trace.samples for name, trace in traces.items()}
-        # Of a lookup a sample the thinned steps show too few different keys, unless they count as whole ones.
-        whole = {name: trace.lookups * (THIN if name in HISTORY else 1) for name, trace in traces.items()}
-        self.access = {
-            name: miss_curve(replace(trace, lookups=whole[name]), self.scale.rows_of(name)).access
-            for name, trace in traces.items()
-        }
+        self.access = {}
+        for name, trace in traces.items():
+            # Of a lookup a sample the thinned steps show too few different keys, unless they count as whole ones.
+            whole = replace(trace, lookups=trace.lookups * (THIN if name in HISTORY else 1))
+            self.access[name] = miss_curve(whole, self.scale.rows_of(name)).access
 
-    def figures(self, sharded: Any, request: PlanRequest | None) -> dict[str, Any]:
+    def cell(self, gpu: str) -> dict[str, Any]:
+        """Figures of all planners' plans for as many GPUs."""
+        named, topology = parse_topology(f"{gpu}x{self.ranks}")
+        for host_bytes in (0, topology.host_bytes):
+            machines = replace(topology, host_bytes=host_bytes, hbm_reserved_fraction=DEFAULT_RESERVE)
+            try:  # no table is treated by name
+                ours = plan_model(
+                    self.model, access=self.access, ids_per_sample=self.ids, samples_per_rank=self.scale.samples,
+                    topology=machines, hardware=named, sharding=SHARDINGS,
+                )  # fmt: skip
+                break
+            except InvalidInputError:
+                if host_bytes != 0:
+                    raise
+        rows = {"Evenkeel": self.figures(ours.sharding_plan, ours.request)}
+        for name, overridden in (("TorchRec", ()), ("TorchRec, by hand", OVERRIDES)):
+            try:
+                rows[name] = self.figures(self._theirs(machines, overridden), ours.request)
+            except PlannerError as error:
+                rows[name] = {"why": str(error).splitlines()[0]}
+        there = {"hbm_gib": machines.hbm_budget / GIB, "host_gib": (machines.host_bytes or 0) / GIB}
+        return {"gpu": gpu, "ranks": self.ranks, **there, "planners": rows}
+
+    def _theirs(self, machines: Topology, overridden: Sequence[str]) -> ShardingPlan:
+        """TorchRec's plan, which knows the lookups of a sample too."""
+        constraints = {}
+        for table, ids in self.ids.items():
+            pooling = [ids / len(HISTORY.get(table, " "))] * len(HISTORY.get(table, " "))
+            kinds = ["column_wise"] if table in overridden else None
+            constraints[table] = ParameterConstraints(pooling_factors=pooling, sharding_types=kinds)
+        topology = TorchRecTopology(
+            world_size=machines.ranks, local_world_size=machines.local_ranks, compute_device="cuda",
+            hbm_cap=machines.hbm_bytes, ddr_cap=(machines.host_bytes or 0) // machines.local_ranks,
+        )  # fmt: skip
+        planner = EmbeddingShardingPlanner(topology, self.scale.samples, constraints=constraints, debug=False)
+        return planner.plan(self.model, [EmbeddingCollectionSharder()])
+
+    def figures(self, sharded: ShardingPlan | None, request: PlanRequest) -> dict[str, Any]:
         """What a sharding plan asks of the ranks: loads from the keys of a mean step, memory and time as we predict.
 
         The temporary is what a rank looks up for one exchange: float32 rows of all tables that are sharded alike, each
         as often as it is asked for. Its load is that of all exchanges.
         """
-        placed = {table: entry for module in sharded.plan.values() for table, entry in module.items()}
+        assert sharded is not None, "it was asked for TorchRec"
+        placed: dict[str, Any] = {name: entry for module in sharded.plan.values() for name, entry in module.items()}
         asked: dict[str, NDArray[np.float64]] = {}
         largest = 0.0
         for table, entry in placed.items():
@@ -122,91 +138,39 @@ class Seen:
                 low, high = np.searchsorted(known, [row, row + rows])
                 load[shard.placement.rank()] += float(counts[low:high].sum()) * columns * 4
         total = sum(asked.values(), np.zeros(self.ranks))
+        # Our model's word for layouts and kernels, on ranks of our choice, where there is room for all.
+        roomy = replace(request, topology=replace(request.topology, hbm_bytes=1 << 45, host_bytes=None))
+        found = as_cut(roomy, placed)
+        assert found is not None, "there is room"
+        report = make_report(roomy, found)
+        assert report is not None, "there is room"
         return {
             "shard_gib": largest / GIB,
             "temporary_gib": max(load.max() for load in asked.values()) / GIB,
             "owner_load": total.max() / total.mean(),
-            "tables": {
-                name: f"{each.sharding_type} {_MODES[each.compute_kernel].value}" for name, each in placed.items()
-            },
-        } | ({} if request is None else _predicted(placed, request))
-
-
-def _ours(seen: Seen, machines: Topology, gpu: str) -> Answer:
-    """Our plan: no table is treated by name."""
-    try:
-        planned = plan_model(
-            seen.model, access=seen.access, ids_per_sample=seen.ids, samples_per_rank=seen.scale.samples,
-            topology=machines, hardware=gpu, sharding=SHARDINGS,
-        )  # fmt: skip
-    except InvalidInputError as error:
-        return Answer(why=str(error))
-    return Answer(plan=planned.sharding_plan, request=planned.request)
-
-
-def _theirs(seen: Seen, machines: Topology) -> dict[str, Answer]:
-    """TorchRec's plans, which know the lookups of a sample too."""
-    found = {}
-    for name, overridden in (("torchrec", ()), ("torchrec, by hand", OVERRIDES)):
-        constraints = {
-            table: ParameterConstraints(
-                pooling_factors=[ids / len(HISTORY.get(table, " "))] * len(HISTORY.get(table, " ")),
-                sharding_types=["column_wise"] if table in overridden else None,
-            )
-            for table, ids in seen.ids.items()
+            "tables": {name: f"{each.sharding_type} {each.compute_kernel}" for name, each in placed.items()},
+            "hbm_gib": (found.workspace_bytes + max(part.hbm_bytes for part in report.ranks)) / GIB,
+            "step_ms": 1e3 * (whole_step_seconds(roomy, found) or 0.0),
         }
-        topology = TorchRecTopology(
-            world_size=machines.ranks, local_world_size=machines.local_ranks, compute_device="cuda",
-            hbm_cap=machines.hbm_bytes, ddr_cap=(machines.host_bytes or 0) // machines.local_ranks,
-        )  # fmt: skip
-        planner = EmbeddingShardingPlanner(topology, seen.scale.samples, constraints=constraints, debug=False)
-        try:
-            found[name] = Answer(plan=planner.plan(seen.model, [EmbeddingCollectionSharder()]))
-        except PlannerError as error:
-            found[name] = Answer(why=str(error).splitlines()[0])
-    return found
-
-
-def _predicted(placed: Mapping[str, Any], request: PlanRequest) -> dict[str, float]:
-    """What our model says of any planner's plan: its layouts and kernels, on ranks of our choice."""
-    pinned = []
-    for table in request.tables:
-        entry = placed[table.name]
-        mode, sharding = _MODES[entry.compute_kernel], Sharding(entry.sharding_type)
-        ratio = (getattr(entry.cache_params, "load_factor", None) or 0.2) if mode is Mode.CACHING else None
-        parts = len(entry.sharding_spec.shards) if sharding is Sharding.COLUMN_WISE else 0
-        pinned.append(replace(table, sharding=sharding, column_shards=parts, modes=(mode,), ratio=ratio))
-    roomy = replace(request.topology, hbm_bytes=1 << 45, host_bytes=None)
-    asked = replace(request, tables=tuple(pinned), topology=roomy)
-    found = plan(asked)
-    report = make_report(asked, found)
-    assert report is not None, "there is room for all"
-    used = found.workspace_bytes + max(part.hbm_bytes for part in report.ranks)
-    return {"hbm_gib": used / GIB, "step_ms": 1e3 * (whole_step_seconds(asked, found) or 0.0)}
 
 
 def shown(result: Mapping[str, Any]) -> str:
-    """The figures as a table of Markdown."""
-    lines = [["GPUs", "planner", *(title for title, _ in COLUMNS.values())], ["---"] * (2 + len(COLUMNS))]
+    """The figures as a table of Markdown, and why a planner has no plan."""
+    lines = [HEAD]
     for cell in result["cells"]:
         machines = f"{cell['ranks']} {cell['gpu'].upper()}" + " and hosts' memory" * (cell["host_gib"] > 0)
         for name, row in cell["planners"].items():
-            figures = [format(row[key], form) if key in row else "-" for key, (_, form) in COLUMNS.items()]
-            lines.append([machines, NAMES[name], *figures])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            why = f"| {machines} | {name} | {row.get('why')} |"
+            lines.append(why if "why" in row else LINE.format(machines, name, **row))
+    return "\n".join(lines)
 
 
 def main(
     gpu: Annotated[list[str], typer.Option(help="Profile.")] = ["h100", "h200"],  # noqa: B006
     ranks: Annotated[list[int], typer.Option(min=1, help="Of the job.")] = [8, 16, 32],  # noqa: B006
 ) -> None:
-    """Plans for each of the machines, as a table; why there is none where that is so."""
-    result = compare(gpu, ranks)
-    print(shown(result))
-    for cell in result["cells"]:
-        for name, row in cell["planners"].items():
-            if "why" in row:
-                print(f"{cell['ranks']} {cell['gpu']}: {NAMES[name]} has no plan: {row['why']}")
+    """Plans for each of the machines, as a table."""
+    print(shown(compare(gpu, ranks)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.harness import zygote
-from benchmarks.harness.launched import environments
+from tests.examples.launched import environments
 from trainer_client.cli import app
 from trainer_client.planning import load_sharding_plan
 

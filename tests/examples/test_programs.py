@@ -44,9 +44,13 @@ def test_ranks_train_and_others_go_on(
 ) -> None:
     monkeypatch.setenv("PYTHON_EXEC", str(forked_python))  # of torchrun's ranks
     first, more = _train(1, 2, tmp_path, tables), _train(2, 4, tmp_path, tables)
-    assert (first["from"], first["to"], more["from"], more["to"]) == (0, 2, 2, 4)
-    assert np.mean(more["losses"]) < 0.72 < 1.1 * np.mean(first["losses"])
-    assert max(first["loads"] + more["loads"]) < 1.1
+    assert [(each["to"], len(each["steps"])) for each in (first, more)] == [(2, 2), (4, 2)]
+    before, after = (np.mean([step["loss"] for step in each["steps"]]) for each in (first, more))
+    assert after < 0.72 < 1.1 * before
+    steps = first["steps"] + more["steps"]
+    assert max(step["load"] for step in steps) < 1.1
+    samples = [sample for step in steps for sample in step["samples"]]
+    assert len(samples) == len(set(samples)) == 4 * 32
 
 
 def test_routed_tables_are_trained_saved_and_resumed_under_another_mode_and_number_of_ranks() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.references.dynamicemb_steps import MEASURED, measured_request, measured_step, predicted_mib
 from evenkeel.placement import (
     Mode,
     PlanRequest,
@@ -22,6 +21,7 @@ from evenkeel.placement.calibration import fit_costs, predictor
 from evenkeel.placement.fields import encode
 from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.options import RankLoad, mode_seconds, ratio_grid, table_options
+from tests.evenkeel.placement.dynamicemb_steps import MEASURED, measured_request, measured_step, predicted_mib
 
 PROFILE = builtin_profile("h200")
 ROUND = RuntimeCosts(

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import zygote
-from benchmarks.harness.launched import environments
 from examples.resume.job import read_ledger
+from tests.examples.launched import environments
 
 SECONDS = 240.0  # for what takes ten on an idle machine
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.references.dynamicemb_steps import MEASURED, ROWS
 from evenkeel.placement import Mode, Optimizer, Runtime, Table, builtin_profile
 from evenkeel.placement.calibration import calibrated_profile, fit_runtime, measured_steps, predictor
 from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.storage import torchrec_footprint
+from tests.evenkeel.placement.dynamicemb_steps import MEASURED, ROWS
 from tests.trainer_client.cli.conftest import Run
 
 RECORDED = Path(__file__).parents[2] / "evenkeel" / "placement" / "measured"
