@@ -204,9 +204,8 @@ def main() -> None:
     options = parser.parse_args()
     room = ROOMS[options.room]
     tree = Path(tempfile.mkdtemp(prefix=f"without-{options.room}-"))
-    names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in names:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)

@@ -21,8 +21,8 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/planner": (1000, 1000),
     "services/operations": (803, 800),
     "services/security": (683, 700),
-    "trainer_client": (21001, 15000),
-    "trainer_client/balancing": (10910, 8000),
+    "trainer_client": (21004, 15000),
+    "trainer_client/balancing": (10913, 8000),
     "trainer_client/balancing/adapters": (602, 600),
     "trainer_client/embedding": (4037, 3000),
     "trainer_client/embedding/checkpoint": (1335, 1100),
@@ -30,7 +30,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client/planning": (2049, 1200),
     "trainer_client/observing": (758, 700),
     "trainer_client/cli": (1567, 900),
-    "tests": (24440, 20000),
+    "tests": (24452, 20000),
     "benchmarks": (7988, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

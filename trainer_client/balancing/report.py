@@ -144,6 +144,7 @@ class Counters:
         breaker_changes: How often the lead has stopped asking the service, or begun again; 0 on other ranks.
         breaker_open: Whether the lead has stopped asking the service for a while; False on other ranks.
         wait_seconds: Sum of the lead's waits for the service.
+        partition_seconds: Sum of the partition searches' time.
         dropped_samples: Samples that this rank loaded and nobody trained, as those of batches that `drop_last` drops.
         exposed_seconds: Sum of the time that the training thread waited for a round.
         redistribution_seconds: Sum of the time that the training thread spent in starting and finishing moves.
@@ -157,6 +158,7 @@ class Counters:
     breaker_open: bool = False
     dropped_samples: int = 0
     wait_seconds: float = 0.0
+    partition_seconds: float = 0.0
     exposed_seconds: float = 0.0
     redistribution_seconds: float = 0.0
     loading_seconds: float = 0.0

@@ -339,6 +339,7 @@ class Rounds:
             self._counters.dropped_samples += _dropped(directive, len(ticket.contribution.samples))
         if directive.reports:
             self._counters.wait_seconds += directive.reports[0].wait_seconds
+            self._counters.partition_seconds += directive.reports[0].partition_seconds
         if decision.error is not None:
             _fail(ticket, decision.error)
         else:

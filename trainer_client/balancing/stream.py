@@ -611,7 +611,7 @@ def _moves_nothing(ticket: Ticket) -> bool:
 
 def _samples_of(directive: Directive, flats: Sequence[FlatBatch], batch: int, template: FlatBatch) -> FlatBatch:
     """This rank's samples that are trained in a batch of the round, whichever rank trains them."""
-    if batch < len(flats) and not directive.reports[batch].samples:
+    if batch < len(flats) and not (directive.reports[batch].samples or flats[batch].num_samples):
         return flats[batch]  # as it was loaded: no rank knows better
     steps = directive.plan.steps
     if steps is None:

@@ -81,6 +81,8 @@ _HISTOGRAMS = {
 }
 _TOTALS = {  # metrics that are totals of a stream: the attributes of `Counters`
     "agreement_wait_seconds": "exposed_seconds",
+    "service_wait_seconds": "wait_seconds",
+    "partition_seconds": "partition_seconds",
     "redistribution_seconds": "redistribution_seconds",
     "loading_wait_seconds": "loading_seconds",
     "breaker_changes": "breaker_changes",
@@ -150,8 +152,6 @@ class RankMeasures:
         self._of("batch_bytes", loader).inc(report.size / report.world_size)
         self._of("moved_bytes", loader).inc(report.moved_size / report.world_size)
         self._of("split_samples", loader).inc(report.split_samples / report.world_size)
-        self._of("service_wait_seconds", loader).inc(report.wait_seconds)
-        self._of("partition_seconds", loader).inc(report.partition_seconds)
 
     def step(self, loader: str, report: RoundReport, seconds: float) -> None:
         """A batch has been trained on for so long."""

@@ -82,19 +82,23 @@ def test_a_stage_that_fails_is_the_same_error_on_all_ranks(moment: str) -> None:
 class LeavingOut(Stage):
     """Nobody trains heavy samples: they go into one more batch of the round, which is left out."""
 
+    def __init__(self) -> None:
+        self.rounds = {}  # that are under way, by number: all samples, and which are planned
+
     def begin(self, round_: Round) -> None:
-        self.whole, self.kept = round_.samples, round_.samples.costs < 100
-        arrays = {name: getattr(self.whole, name)[self.kept] for name in ("costs", "lengths", "sizes", "memory")}
-        counts = np.bincount(self.whole.homes[self.kept], minlength=RANKS)
-        round_.samples = replace(self.whole, batch_sizes=counts[:, None], **arrays)
+        whole, kept = self.rounds[round_.number] = round_.samples, round_.samples.costs < 100
+        arrays = {name: getattr(whole, name)[kept] for name in ("costs", "lengths", "sizes", "memory")}
+        counts = np.bincount(whole.homes[kept], minlength=RANKS)
+        round_.samples = replace(whole, batch_sizes=counts[:, None], **arrays)
 
     def finish(self, round_: Round) -> None:
-        destinations, steps, out = self.whole.homes, 1 - self.kept.astype(np.int32), np.zeros((1, RANKS))
-        destinations[self.kept] = round_.plan.destinations
+        whole, kept = self.rounds.pop(round_.number)
+        destinations, steps, out = whole.homes, 1 - kept.astype(np.int32), np.zeros((1, RANKS))
+        destinations[kept] = round_.plan.destinations
         loads = {name: np.vstack([getattr(round_.plan, name), out]) for name in ("loads_before", "loads_after")}
         figures = round_.plan.batches * 2
         round_.plan = replace(round_.plan, destinations=destinations, steps=steps, batches=figures, **loads)
-        round_.samples = replace(self.whole, batch_sizes=np.hstack([self.whole.batch_sizes, out.T.astype(int)]))
+        round_.samples = replace(whole, batch_sizes=np.hstack([whole.batch_sizes, out.T.astype(int)]))
         round_.decision = replace(round_.decision, batches=(0,))
 
 

@@ -39,23 +39,30 @@ def value(samples: dict[Any, float], name: str, **labels: str) -> float:
 
 
 def train(rank: int, folder: str) -> dict[str, Any]:
-    job = Job(steps=STEPS, name="exported", options=BalanceOptions(min_samples=7))
+    job = Job(steps=STEPS, name="exported", options=BalanceOptions(min_samples=7, window=2))
     with job.balancer() as balancer, RankExporter.start(job="exported", rank=rank, targets=folder) as exporter:
         loader = BalancedLoader(list(job.batches(rank)), balancer, cost=cost_of, spec=SPEC, drop_last=True)
-        reports, scraped = [], {}
-        for _epoch in range(2):
+        reports, scraped, searched = [], {}, {}
+        for epoch in range(2):
             for _batch in exporter.watch(loader):
                 reports.append((loader.report.own_load, loader.report.imbalance_before, loader.report.own_samples))
                 scraped = scrape(exporter.port)
+                searched[epoch, loader.report.round] = loader.report.partition_seconds
         target = json.loads((Path(folder) / f"exported-{rank}.json").read_text())
         assert target == [{"targets": [f"127.0.0.1:{exporter.port}"]}]
-        return {"reports": reports, "during": scraped, "after": scrape(exporter.port), "totals": loader.counters}
+        return {
+            "reports": reports,
+            "during": scraped,
+            "after": scrape(exporter.port),
+            "totals": loader.counters,
+            "searched": sum(searched.values()),
+        }
 
 
 def test_ranks_export_what_their_reports_say(tmp_path: Path) -> None:
     results = run_ranks(2, train, str(tmp_path))
     for rank, result in enumerate(results):
-        reports, during, after, totals = result.values()
+        reports, during, after, totals, searched = result.values()
         assert value(during, "load", rank=str(rank), when="after") == reports[-1][0]
         assert value(after, "rounds_total", mode="embedded") == len(reports)
         assert value(after, "samples_total") == sum(samples for _, _, samples in reports)
@@ -71,6 +78,7 @@ def test_ranks_export_what_their_reports_say(tmp_path: Path) -> None:
         assert value(after, "redistribution_seconds_total") == pytest.approx(totals.redistribution_seconds)
         assert value(after, "agreement_wait_seconds_total") == pytest.approx(totals.exposed_seconds)
         assert value(after, "dropped_samples_total") == totals.dropped_samples > 0
+        assert value(after, "partition_seconds_total") == pytest.approx(searched)  # once for each window
         assert value(after, "breaker_open") == 0
         assert 0 < value(after, "moved_bytes_total") < value(after, "batch_bytes_total")
     assert len({value(result["after"], "moved_bytes_total") for result in results}) == 1  # shares of the job's bytes
