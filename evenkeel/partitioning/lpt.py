@@ -75,9 +75,10 @@ def place(problem: Problem, placed: Ranks, node_of_sample: Ranks | None = None) 
         groups = Groups.by_node(problem.arrays.nodes, problem.num_nodes)
         by_node, begin = Groups.by_node(node_of_sample[items], problem.num_nodes)
         items = items[by_node]
-    group_of = np.repeat(np.arange(groups.begin.size - 1), np.diff(groups.begin))
-    fastest_first = groups.ranks[np.lexsort((-problem.arrays.speeds[groups.ranks], group_of))]
-    place_longest_first(problem.arrays, items, begin, groups._replace(ranks=fastest_first), placed)
+    if not problem.same_speeds:
+        group_of = np.repeat(np.arange(groups.begin.size - 1), np.diff(groups.begin))
+        groups = groups._replace(ranks=groups.ranks[np.lexsort((-problem.arrays.speeds[groups.ranks], group_of))])
+    place_longest_first(problem.arrays, items, begin, groups, placed)
 
 
 def lpt(problem: Problem) -> Ranks:

@@ -43,10 +43,10 @@ def match_greedily(
 def kinds_of_ranks(problem: Problem) -> Ranks:
     """(num_ranks,) equal numbers for ranks that can exchange their whole sets."""
     arrays = problem.arrays
-    columns = np.stack([arrays.most.astype(np.float64), arrays.speeds, *([arrays.caps] if arrays.caps.size else [])])
-    if (columns == columns[:, :1]).all():  # what follows would find the same, and takes longer
+    columns = [arrays.most, arrays.speeds, *([arrays.caps] if arrays.caps.size else [])]
+    if all((column == column[0]).all() for column in columns):  # what follows would find the same, and takes longer
         return np.zeros(problem.num_ranks, np.int32)
-    return np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int32)
+    return np.unique(np.stack(columns), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int32)
 
 
 def match_home(problem: Problem, sets: Ranks, kinds: Ranks, set_kinds: Ranks) -> Ranks:

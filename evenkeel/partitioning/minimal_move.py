@@ -19,6 +19,7 @@ from evenkeel.partitioning.problem import (
     Problem,
     Ranks,
     counts_and_loads,
+    largest_load,
     moved_sizes,
     with_crowding,
     with_limits,
@@ -39,7 +40,7 @@ def _share(problem: Problem, destinations: Ranks) -> float:
 def _largest(problem: Problem, destinations: Ranks) -> float:
     """The load over speed of the rank that takes longest."""
     loads = counts_and_loads(problem.arrays.costs, destinations, problem.num_ranks)[1]
-    return float((loads / problem.arrays.speeds).max())
+    return largest_load(loads, problem.arrays.speeds)
 
 
 def _time(problem: Problem, destinations: Ranks) -> float:
@@ -56,8 +57,7 @@ def minimal_move(problem: Problem) -> Ranks:
     nothing does that takes less than staying, all samples stay.
     """
     best, least, problem = _search_from(problem, _start(problem))
-    limits = problem.arrays.limits / problem.arrays.speeds
-    largest = float(limits.max()) if least <= 0 else _largest(problem, best)
+    largest = largest_load(problem.arrays.limits, problem.arrays.speeds) if least <= 0 else _largest(problem, best)
     for method in (longest_first, differenced):
         if least <= 0:
             break
@@ -74,7 +74,7 @@ def minimal_move(problem: Problem) -> Ranks:
             if _time(problem, candidate) < _time(problem, best):
                 best, least, largest = candidate, min(overload, least), _largest(problem, candidate)
     arrays, counts = problem.arrays, problem.home_counts
-    home = float((problem.home_loads / arrays.speeds).max())
+    home = largest_load(problem.home_loads, arrays.speeds)
     if home <= largest + problem.move_price * problem.bound and not arrays.memory.size:
         may_stay = bool((counts >= arrays.fewest).all() and (counts <= arrays.most).all())
         if may_stay and _time(problem, arrays.homes) <= _time(problem, best):
@@ -148,6 +148,8 @@ def kept_at_home(problem: Problem) -> Integers:
     Counts may force some to leave; with free counts, gross overload does.
     """
     arrays, counts = problem.arrays, problem.home_counts
+    if arrays.fewest is counts:  # they are as even as counts get
+        return counts
     if not problem.free:
         keep = arrays.fewest.copy()
         fuller = np.argsort(-counts, kind="stable")[: counts.sum() - keep.sum()]

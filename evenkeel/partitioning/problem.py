@@ -293,6 +293,15 @@ def ascending_order(values: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 @kernel
+def largest_load(loads: Integers, speeds: Floats) -> float:
+    """The largest load over speed."""
+    largest = 0.0
+    for rank in range(loads.size):
+        largest = max(largest, loads[rank] / speeds[rank])
+    return largest
+
+
+@kernel
 def counts_and_loads(costs: Integers, ranks: Ranks, num_ranks: int) -> tuple[Integers, Integers]:
     """(num_ranks,) samples and (num_ranks,) summed cost of each rank."""
     counts, loads = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)

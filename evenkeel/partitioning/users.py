@@ -24,6 +24,7 @@ from evenkeel.partitioning.problem import (
     Problem,
     Ranks,
     ascending_order,
+    largest_load,
     loads_of,
     make_problem,
     moved_sizes,
@@ -61,8 +62,7 @@ def gather_users(samples: RoundSamples, options: RoundOptions, found: Found) -> 
         problem = with_caps(problem, memory, caps)
     given = problem.arrays
     counts, planned = np.bincount(plan, minlength=num_ranks), loads_of(given.costs, plan, num_ranks)
-    longest = float((planned / given.speeds).max())
-    limits = np.minimum(longest * given.speeds, float(planned.sum())).astype(np.int64)
+    limits = np.minimum(largest_load(planned, given.speeds) * given.speeds, float(planned.sum())).astype(np.int64)
     arrays = given._replace(fewest=counts, most=counts, limits=np.maximum(limits, planned))
     for share in SHARES[: 1 + MANY // users.size]:
         ranks, overload = _exchanged(problem, arrays, share, users, by_user, plan)
