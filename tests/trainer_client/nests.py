@@ -366,7 +366,10 @@ def spec_of(shape: Shape) -> BatchSpec:
     """What must be declared of it."""
     declared: dict[str, dict[str, Any]] = {}
     _declare(shape, "nest", declared)
-    return BatchSpec(**declared)
+    paths: dict[str, Any] = {
+        name: [*declared.pop(name)] for name in ("shared", "batch_size", "objects") if name in declared
+    }
+    return BatchSpec(**paths, **declared)
 
 
 def _declare(shape: Shape, path: str, declared: dict[str, dict[str, Any]]) -> None:
