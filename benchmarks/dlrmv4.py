@@ -7,7 +7,8 @@
 `train` is of `examples/dlrmv4/train.py`, on the GPUs of this machine, else on 4 ranks with Gloo: once without a break,
 once as far as a checkpoint in the middle, from which jobs of other numbers of ranks go on. `apart` is how far what they
 hold in the end, weights and all state of optimizers, is from the end without a break: the Euclidean distance over that
-between the middle and this end. Step times are medians, of ranks that share the cores of this machine.
+between the middle and this end; `apart_without_break`, of a second job without a break, which a GPU's kernels, that add
+in no order, bring elsewhere. Step times are medians, of ranks that share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ def train(
 
 def measure(folder: Path, tables: str, scale: str, ranks: int, others: set[int]) -> dict[str, Any]:
     """Trains on so many ranks, and from the middle on so many others."""
-    whole, half = (
-        run(ranks, steps, folder / name, tables, scale) for steps, name in ((END, "whole"), (MIDDLE, "half"))
+    whole, again, half = (
+        run(ranks, steps, folder / name, tables, scale)
+        for steps, name in ((END, "whole"), (END, "again"), (MIDDLE, "half"))
     )
     middle, end = (_state(folder / name / tables, step) for name, step in (("half", MIDDLE), ("whole", END)))
+    way = distance(middle, end)
     losses, resumed = [step["loss"] for step in whole["steps"]], {}
     seen = [step["samples"] for step in whole["steps"]]
     for count in sorted(others):
@@ -81,7 +84,7 @@ def measure(folder: Path, tables: str, scale: str, ranks: int, others: set[int])
         more = run(count, END, folder / "more", tables, scale)
         samples = [step["samples"] for step in half["steps"] + more["steps"]]
         resumed[count] = {
-            "apart": distance(_state(folder / "more" / tables, END), end) / distance(middle, end),
+            "apart": distance(_state(folder / "more" / tables, END), end) / way,
             "largest_loss_difference": max(
                 abs(step["loss"] - loss) for step, loss in zip(more["steps"], losses[MIDDLE:], strict=True)
             ),
@@ -93,7 +96,9 @@ def measure(folder: Path, tables: str, scale: str, ranks: int, others: set[int])
     return {
         "commit": provenance()["commit"], "machine": provenance()["machine"], "ranks": ranks,
         "steps": [MIDDLE, END], "samples_per_step": BATCH, "loss_before": mean(losses[:FEW]),
-        "loss_after": mean(losses[-FEW:]), "step_ms": _step_ms(whole), "tables": whole["tables"], "resumed": resumed,
+        "loss_after": mean(losses[-FEW:]), "losses": losses, "losses_again": [step["loss"] for step in again["steps"]],
+        "apart_without_break": distance(_state(folder / "again" / tables, END), end) / way,
+        "step_ms": _step_ms(whole), "tables": whole["tables"], "resumed": resumed,
     }  # fmt: skip
 
 
