@@ -60,7 +60,7 @@ INTERPRETED = {"kernels", "slices"}  # whose kernels are compiled only where qui
 # whose first tests start no ranks, and run before all is imported that ranks need, which takes longer than they do
 WITHOUT_RANKS = {"decide", "contribution", "directive"}
 QUICK = (
-    "not (shape2 or shape3 or all_samples_on or three_ranks or beyond or "
+    "not (shape2 or shape3 or three_ranks or beyond or "
     "keep_their_time or every_process or print_nothing or collections_that)"
 )
 PAIRS = [

@@ -27,7 +27,7 @@ untested() {
 }
 
 part 600 "rules, metrics, manifests" "$python" -m pytest -q -p no:cacheprovider "$@" \
-  tests/deploy/check_prometheus.py tests/deploy/check_metrics.py tests/deploy/check_kubernetes.py
+  tests/deploy/check_prometheus.py tests/deploy/check_kubernetes.py
 
 # Twice, since it may download; what it makes stays for the other parts.
 # shellcheck disable=SC2086

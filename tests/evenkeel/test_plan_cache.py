@@ -164,14 +164,3 @@ def test_the_variable_keeps_plans_of_the_client(tmp_path: Path, monkeypatch: pyt
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert PlannerClient.from_env({"EVENKEEL_PLAN_CACHE": str(tmp_path)}).plan(REQUEST) == first
-
-
-def test_a_pipe_in_the_place_of_a_plan_is_not_waited_for(tmp_path: Path) -> None:
-    counted = _Counted(tmp_path)
-    first = counted.ask(REQUEST)
-    (path,) = tmp_path.iterdir()
-    path.unlink()
-    os.mkfifo(path)
-    assert [counted.ask(REQUEST), counted.ask(REQUEST)] == [first, first]
-    assert counted.plans == 2
-    assert path.is_file()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.datasets import HistoryBatches, read_histories, read_semantic_ids
+from examples.datasets import HistoryBatches, read_histories
 
 KUAIRAND = "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
 FILES = {
@@ -44,12 +44,3 @@ def test_files_that_end_early_are_refused_by_name(tmp_path: Path, name: str) -> 
     (tmp_path / name).write_text(FILES[name][:-2])
     with pytest.raises(ValueError, match=name):
         read_histories(tmp_path if name.startswith(FOLDERS) else tmp_path / name)
-
-
-def test_items_as_tuples_of_codes(tmp_path: Path) -> None:
-    index, interactions = tmp_path / "Beauty.index.json", tmp_path / "Beauty.inter.json"
-    index.write_text('{"0": ["<a_3>", "<b_1>"], "1": ["<a_0>", "<b_4>"], "2": ["<a_1>", "<b_0>"]}')
-    interactions.write_text('{"0": [2, 0], "1": [1]}')
-    data = read_semantic_ids(index, interactions)
-    assert data.histories.items.tolist() == [2, 0, 1]
-    assert data.tokens(data.histories.items[:2]).tolist() == [1, 4, 3, 5]

@@ -1,7 +1,8 @@
-"""Programs of the examples from end to end, on real ranks: the demo, DLRMv4, routed tables."""
+"""Programs of the examples from end to end, on real ranks: the demo, DLRMv4, routed tables, shards."""
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import zygote
+from benchmarks.harness.ranks import run_ranks
+from examples.shards import train, write_shards
 
 
 @pytest.mark.timeout(300)
@@ -73,3 +76,16 @@ def test_routed_tables_are_trained_saved_and_resumed_under_another_mode_and_numb
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", shown, re.M)]
     assert [int(step) for step in re.findall(r"^step (\d+):", shown, re.M)] == [10, 20]
     assert losses[1] < losses[0]
+
+
+def _read_shards(_: int, folder: str, max_steps: int | None) -> Counter[int]:
+    return train(Path(folder), batch_size=16, max_steps=max_steps)
+
+
+def test_a_balanced_job_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    records = write_shards(tmp_path, 8)
+    trained: Counter[int] = Counter()
+    for world_size, steps in ((3, 4), (2, 5), (2, None)):
+        for found in run_ranks(world_size, _read_shards, str(tmp_path), steps):
+            trained.update(found)
+    assert trained == Counter(range(records))

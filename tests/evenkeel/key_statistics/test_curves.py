@@ -95,17 +95,6 @@ def test_steps_are_joined_as_if_they_had_been_larger() -> None:
     assert joined.times.tolist() == direct.times.tolist()
 
 
-@pytest.mark.parametrize("count", [4, 30])
-def test_small_samples_are_joined_too(count: int) -> None:
-    steps = list(TRACES["zipf"](np.random.default_rng(2), 240, LOOKUPS))
-    small = trace_of(steps, most=10_000)
-    joined = loads(dumps({"a": small.joined(count)}))["a"]
-    assert joined.share < 0.2
-    unique = np.mean([len(np.unique(np.concatenate(steps[at : at + count]))) for at in range(0, 240, count)])
-    assert joined.unique == pytest.approx(unique, rel=0.04)
-    assert miss_curve(joined, 200_000).access.unique_fraction == pytest.approx(unique / LOOKUPS / count, rel=0.1)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 10, 80, 1_000_000])
 def test_tables_of_few_keys_have_curves(rows: int) -> None:
     """Also where the least and the largest cache of interest are the same."""

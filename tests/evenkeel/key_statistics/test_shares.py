@@ -60,14 +60,3 @@ def test_statistics_without_counted_keys_are_read_and_planned_as_before() -> Non
     broken = replace(trace, heavy=HeavyKeys(keys=np.arange(2), times=np.array([3, 4]), lookups=6))
     with pytest.raises(InvalidInputError, match="do not fit together"):
         loads(dumps({"t": broken}))
-
-
-def test_keys_that_come_in_every_step_and_lead_in_none_are_known() -> None:
-    steps = [
-        np.append(np.repeat(np.arange(1200 * at, 1200 * (at + 1)), 2), 2**30 + 8 * np.arange(200)) for at in range(60)
-    ]
-    access = miss_curve(trace_of(steps), 2**40).access
-    counted = np.bincount(np.concatenate(steps) % 8, minlength=8)
-    assert fullest_rank(access, 2**40, 2600.0, 8, "roundrobin") == pytest.approx(
-        counted.max() / counted.mean(), rel=0.1
-    )

@@ -14,7 +14,6 @@ from evenkeel.partitioning.refinements import plan_round
 from evenkeel.partitioning.rounds import RoundPlan, partition_batches
 from evenkeel.partitioning.split_search import split_heavy
 from evenkeel.partitioning.splits import SpanCosts, SplitOptions, table_of
-from evenkeel.partitioning.windows import regroup
 from tests.evenkeel.partitioning.instances import round_of
 from tests.evenkeel.partitioning.reference import Traffic
 
@@ -46,13 +45,6 @@ def test_giants_of_all_batches_meet_in_one(num_steps: int, cost: int, most: int)
         assert len(set(plan.destinations[heavy].tolist())) == num_steps
         assert np.count_nonzero(plan.steps != call["steps"]) == 2 * (num_steps - 1)  # and what made room for them
     assert (plan_of(call | {"stay": True}).steps == call["steps"]).all()
-
-
-def test_no_more_heavy_samples_meet_than_fit_on_a_rank_each() -> None:
-    """Of four there is room for all in one batch, were it not that none of them fits beside another."""
-    costs, steps = np.array([100, 60, 60, 60, *[0] * 16]), np.arange(20, dtype=np.int32) % 4
-    moved = regroup(costs, steps, 4, np.ones(3), equal=False)
-    assert sorted(np.bincount(moved[costs > 0], minlength=4).tolist()) == [0, 0, 1, 3]
 
 
 def planned(

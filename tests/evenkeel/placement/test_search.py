@@ -10,14 +10,12 @@ import sys
 import time
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from evenkeel.placement import (
     InvalidInputError,
@@ -33,41 +31,16 @@ from evenkeel.placement import (
     Topology,
     Zipf,
     plan,
-    search,
 )
-from evenkeel.placement.layouts import ROW_WISE
 from evenkeel.placement.planner import trivial_plans
-from evenkeel.placement.problem import SLACK, Problem, build_problem
+from evenkeel.placement.problem import build_problem
 from evenkeel.placement.request import Watch
-from evenkeel.placement.search import PricedGroup, solve, solve_core
+from evenkeel.placement.search import solve, solve_core
 from evenkeel.placement.trivial import trivial_placements
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
 from tests.evenkeel.placement.instances import brute_force, mixed_request, random_tables, request
 
 GRID = np.array([0.05, 0.3])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_prices_are_those_of_the_relaxation(seed: int) -> None:
-    """At the best prices the dual is the optimum of the linear program, whose options may be taken in part."""
-    draw = np.random.default_rng(seed)
-    drawn = enumerate(random_tables(int(draw.integers(3, 30)), seed))
-    problem = build_problem(request(tuple(replace(one, group=str(at)) for at, one in drawn), hbm_gib=64), GRID)
-    assert not problem.mixing.any()
-    use, each = np.stack([problem.hbm, problem.host]), problem.table == np.arange(problem.num_tables)[:, None]
-    least, most = (np.array([find(use[:, own], axis=1) for own in each]).sum(axis=0) for find in (np.min, np.max))
-    problem = replace(problem, budget=least + draw.uniform(0.4, 1.0, 2) * (most - least))
-    room = problem.budget + SLACK
-    alone = (use <= room[:, None]).all(axis=0)  # what fits by itself: the rest is no choice
-    seconds, use, each = problem.seconds[alone], use[:, alone], each[:, alone]
-    right = linprog(seconds, use, room, each.astype(float), np.ones(problem.num_tables), method="highs")
-    found = solve(problem, Watch(20))
-    if not right.success:
-        assert found.choice is None
-        return
-    priced = seconds + found.prices @ use
-    dual = sum(priced[own].min() for own in each) - found.prices @ room
-    assert dual == pytest.approx(right.fun, rel=1e-6)
 
 
 @given(st.integers(0, 10_000_000))
@@ -101,19 +74,6 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert max(near.bound, late.bound) <= expected * (1 + 1e-9) <= near.cost * (1 + 1e-6)
     assert near.cost * (1 - 0.1) <= near.bound * (1 + 1e-9)
     assert late.cost == pytest.approx(expected, rel=1e-7)
-
-
-@given(st.integers(0, 10_000_000))
-@settings(max_examples=15, deadline=None)
-def test_small_plans_are_the_best_where_mixing_modes_costs_time(seed: int) -> None:
-    asked = replace(mixed_request(seed), solver=SolverOptions(ratio_steps=3))
-    found = plan(asked, clock=time.process_time)
-    best = brute_force(asked)
-    if found.seconds is None or found.bound_seconds is None:
-        assert not np.isfinite(best)
-        return
-    assert found.bound_seconds <= best * (1 + 1e-7)
-    assert found.seconds == pytest.approx(best, rel=1e-6)
 
 
 @given(st.integers(0, 10_000_000), st.integers(1, 8), st.floats(0.05, 0.9))
@@ -175,51 +135,6 @@ def test_plans_are_the_same_in_every_process_whatever_was_planned_before() -> No
     assert json.loads(json.dumps(here["answers"](1))) == answers
     statuses = [answer["status"] for _, answer in answers]
     assert statuses.count("OPTIMAL") >= 7, "others may hang on the time that they took"
-
-
-def test_a_plan_of_another_planner_shares_a_cache_table_wise_as_it_does_row_wise() -> None:
-    """On one rank the two are the same kernels; the cache keeps what all tables looked up last."""
-
-    def seconds(sharding: Sharding) -> float | None:
-        tables = [
-            Table(
-                name=f"t{i}", rows=10**4 * i**3, dim=64, ids_per_sample=i, pooled=True, sharding=sharding,
-                access=Zipf(exponent=0.7 + i / 10), modes=(Mode.CACHING,), ratio=0.2,
-            )
-            for i in range(1, 6)
-        ]  # fmt: skip
-        return plan(request(tuple(tables), hbm_gib=64, ranks=1, runtime="torchrec")).seconds
-
-    assert seconds(Sharding.TABLE_WISE) == pytest.approx(seconds(Sharding.ROW_WISE))
-
-
-def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
-    size = np.array([5 - 5e-7, 5, 4 + 1e-6, 8 - 1e-6, 4 + 5e-7, 6])
-    none, zeros = np.zeros(6), np.zeros(12, dtype=np.int64)
-    seconds, hbm = np.stack([none, size], axis=1), np.stack([1e3 * size.round(), none], axis=1)
-    problem = Problem(
-        starts=np.arange(0, 14, 2),
-        layout=np.full(12, ROW_WISE),
-        scope=zeros,
-        pieces=zeros + 1,
-        mode=np.tile(np.array([Mode.HBM_ONLY, Mode.HOST_ONLY], dtype=object), 6),
-        ratio=np.tile([1.0, 0.0], 6),
-        held=np.tile([1.0, 0.0], 6),
-        rows=np.tile([1.0, 0.0], 6),
-        seconds=seconds.ravel(),
-        hbm=hbm.ravel(),
-        host=np.zeros(12),
-        scale=np.ones((12, 3)),
-        terms=np.zeros((12, 0), dtype=np.int64),
-        subject=zeros[:0],
-        group=np.zeros(6, dtype=np.int64),
-        mixing=np.zeros(1),
-        budget=np.array([16e3, np.inf]),
-    )
-    choice, bound, _ = solve_core(problem, seconds.ravel() >= 0, gap=0.0, start=None, watch=Watch())
-    assert choice is not None
-    assert problem.cost(choice) == pytest.approx(16 - 5e-7, abs=1e-8)
-    assert bound == pytest.approx(16 - 5e-7, abs=1e-8)
 
 
 def test_a_program_that_presolving_made_wrong_is_solved() -> None:
@@ -388,44 +303,3 @@ def test_more_memory_and_more_choices_give_no_slower_plan(
             assert large.bound_seconds <= other.seconds * (1 + 1e-9)
             allowed = 1e-9 if not is_spread else 3e-4 if large.status is Status.OPTIMAL else 0.01
             assert large.seconds <= other.seconds * (1 + allowed)
-
-
-@given(st.integers(0, 10_000_000), st.tuples(st.floats(0, 3), st.floats(0, 3)))
-@settings(max_examples=40, deadline=None)
-def test_of_tables_that_fuse_no_choice_is_cheaper_at_any_prices(seed: int, prices: tuple[float, float]) -> None:
-    try:
-        problem = build_problem(mixed_request(seed), GRID).limited()
-    except InvalidInputError:
-        return
-    able = np.isfinite(problem.seconds)
-    scale = [problem.seconds[able].mean() / max(use[able].mean(), 1e-9) for use in (problem.hbm, problem.host)]
-    limited = np.isfinite(problem.budget)
-    charged = np.where(limited, np.array(prices) * scale, 0.0)
-    priced, dual = problem.priced(charged), 0.0
-    for number in range(len(problem.mixing)):
-        group = PricedGroup(problem, number)
-        if len(np.unique(group.rows)) < len(group.tables):
-            return
-        least = np.full(len(able), np.inf)
-        for each in itertools.product(*(group.options[group.rows == row] for row in range(len(group.tables)))):
-            choice = np.array(each)
-            if problem.is_agreed(choice):
-                mixed = len(set(problem.cached[choice].tolist())) > 1
-                cost = priced[choice].sum() + problem.mixing[number] * mixed
-                least[choice] = np.minimum(least[choice], cost)
-        cost, chosen = group.price(charged)
-        dual += cost
-        floors = group.floors(charged)
-        assert cost <= least.min() * (1 + 1e-9)
-        assert (floors <= least[group.options] * (1 + 1e-9)).all()
-        terms = problem.terms[group.options]
-        what = np.append(problem.subject, -1)[terms]
-        subjects = [each for each in np.unique(what).tolist() if len(np.unique(terms[what == each])) > 1 and each >= 0]
-        disputed = np.isin(what, subjects)
-        if len(subjects) <= 2 and (disputed.sum(axis=1, initial=0) <= 1).all():
-            assert cost == pytest.approx(least.min(), rel=1e-9)
-            assert floors == pytest.approx(least[group.options], rel=1e-9)
-            assert problem.is_agreed(chosen) or np.isinf(cost)
-    dual -= float(charged[limited] @ (problem.budget[limited] + 1e-6))
-    with mock.patch.object(search, "MOST_COLUMNS", 0):  # without a program it is prices that bound
-        assert solve(problem, Watch(20)).bound >= dual - 1e-6 * abs(dual)

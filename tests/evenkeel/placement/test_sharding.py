@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,11 +28,10 @@ from evenkeel.placement import (
 from evenkeel.placement.access import fullest_rank
 from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.hardware import builtin_profile
-from evenkeel.placement.layouts import Layout, layouts
+from evenkeel.placement.layouts import Layout
 from evenkeel.placement.options import RankLoad, exchange_seconds
 from tests.evenkeel.placement.instances import brute_force, random_tables, request
 
-FloatArray = npt.NDArray[np.float64]
 ALL = tuple(Sharding)
 
 
@@ -124,36 +122,6 @@ def test_tables_of_which_only_larger_shards_would_do_are_in_the_proof() -> None:
         assert plan(enough).seconds is not None
     advised = float(short.explanation.split("all else equal: ")[1].split(" GiB")[0])
     assert short.smallest_hbm_bytes <= advised * 2**30 < short.smallest_hbm_bytes + 2**30 / 100
-
-
-def test_small_tables_are_copied_and_large_ones_cut() -> None:
-    small = Table(name="small", rows=200, dim=64, ids_per_sample=50, pooled=True, sharding=ALL, group="a")
-    large = Table(name="large", rows=40_000_000, dim=128, pooled=True, sharding=ALL, group="b", optimizer=Optimizer.SGD)
-    by_name = {p.table: p for p in plan(ask((small, large), 12.0, 8, 8), clock=time.process_time).placements}
-    assert by_name["small"].sharding is Sharding.DATA_PARALLEL
-    assert by_name["large"].sharding in (Sharding.ROW_WISE, Sharding.COLUMN_WISE)
-
-
-def test_layouts_follow_width_hosts_and_pooling() -> None:
-    topology = Topology(ranks=16, ranks_per_host=8, hbm_bytes=0)
-    table = Table(name="t", rows=10, dim=128, pooled=True, sharding=(Sharding.COLUMN_WISE, Sharding.GRID))
-    assert [layout.pieces for layout in layouts(table, topology)] == [2, 4, 8, 16, 1, 2, 1]
-    assert [layout.pieces for layout in layouts(replace(table, dim=96), topology)] == [2, 3, 4, 6, 8, 12, 1, 2, 1]
-    assert layouts(replace(table, column_shards=4), topology) == (
-        Layout(Sharding.COLUMN_WISE, 4),
-        Layout(Sharding.GRID, 4),
-    )
-    sequence = replace(table, pooled=False, sharding=(Sharding.TABLE_ROW_WISE, Sharding.TABLE_WISE))
-    assert layouts(sequence, topology) == (Layout(Sharding.TABLE_WISE),)
-    assert layouts(replace(table, sharding=ALL), replace(topology, ranks_per_host=16))[0] == Layout(Sharding.ROW_WISE)
-
-
-def test_a_table_that_outweighs_all_others_is_cut_until_it_fits() -> None:
-    large = Table(name="large", rows=50_000_000, dim=64, pooled=True, sharding=Sharding.COLUMN_WISE)
-    small = replace(large, name="small", rows=1_000)
-    asked = ask((large, small), 9.0, 8, 8)  # 38.4 GB with Adam: two parts of 32 columns fit no rank
-    first, _ = plan(replace(asked, topology=replace(asked.topology, host_bytes=0))).placements
-    assert first.column_shards in (8, 16)
 
 
 def test_widths_that_a_runtime_refuses_are_refused() -> None:

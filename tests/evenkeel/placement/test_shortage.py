@@ -68,15 +68,6 @@ def test_without_gpus_only_memory_of_hosts_is_named() -> None:
     assert plan(enough).status is Status.OPTIMAL
 
 
-def test_smallest_budgets_are_proved_or_given_as_an_interval() -> None:
-    tables = tuple(replace(table, group=f"m{i % 4}") for i, table in enumerate(random_tables(8, 0)))
-    asked = request(tables, hbm_gib=2, host_gib=4, solver=SolverOptions(time_limit_s=3))
-    shortage = plan(asked, clock=time.process_time).shortage
-    assert shortage.least_host_bytes <= shortage.smallest_host_bytes <= 1.07 * shortage.least_host_bytes
-    enough = replace(asked, topology=replace(asked.topology, host_bytes=shortage.smallest_host_bytes))
-    assert plan(enough, clock=time.process_time).status is not Status.INFEASIBLE
-
-
 def test_a_table_that_fits_no_rank_is_named() -> None:
     small, large = (Table(name=name, rows=rows, dim=128) for name, rows in (("small", 1000), ("large", 40_000_000)))
     tables = tuple(replace(table, sharding=Sharding.TABLE_WISE) for table in (small, large))

@@ -17,17 +17,10 @@ from evenkeel.placement import (
     plan,
     whole_step_seconds,
 )
-from evenkeel.placement.calibration import fit_step_costs, measured_samples, request_of, with_whole_steps
+from evenkeel.placement.calibration import measured_samples, request_of, with_whole_steps
 from evenkeel.placement.fields import encode
 from evenkeel.placement.hardware import StepCosts, parse_profile
-from evenkeel.placement.whole_step import (
-    StepWork,
-    exchange_kernel_seconds,
-    host_seconds,
-    measured_costs,
-    seconds_of,
-    step_work,
-)
+from evenkeel.placement.whole_step import measured_costs, seconds_of, step_work
 
 MEASURED, MEASURED_ONE_RANK = (measured_costs(one_rank=each) for each in (False, True))
 MEASURED_STEPS = Path(__file__).parent / "measured"
@@ -73,25 +66,6 @@ def test_tables_without_exchange_take_their_own_time() -> None:
     assert whole_step_seconds(request, found) == pytest.approx(found.seconds + found.host_seconds)
 
 
-def test_tables_that_are_exchanged_together_are_one_exchange() -> None:
-    together = _request(2, _table("a", Mode.HBM_ONLY), _table("b", Mode.HOST_ONLY), _table("c", Mode.CACHING))
-    work = step_work(together, plan(together))
-    assert (work.exchanges, work.exchanged, work.caching, work.of_rows) == (1, 3, 1, 1)
-    assert host_seconds(work, COSTS) == pytest.approx(1e-3 + 2e-3 + 3e-5 + 5e-4 + 3e-4)
-    single = {"sharding": Sharding.TABLE_WISE}
-    apart = _request(
-        2,
-        _table("a", Mode.HBM_ONLY),
-        _table("b", Mode.HBM_ONLY, pooled=True),
-        _table("c", Mode.HBM_ONLY, group="other"),
-        _table("d", Mode.HBM_ONLY, **single),
-        _table("e", Mode.HBM_ONLY, **single),
-        _table("f", Mode.HBM_ONLY, sharding=Sharding.DATA_PARALLEL),
-    )
-    work = step_work(apart, plan(apart))
-    assert (work.exchanges, work.exchanged, work.caching) == (4, 5, 0)
-
-
 def test_the_slower_of_host_and_gpu_tells() -> None:
     request = _request(2, _table("a", Mode.HBM_ONLY))
     found = plan(request)
@@ -100,31 +74,6 @@ def test_the_slower_of_host_and_gpu_tells() -> None:
     slow = replace(found, seconds=1.0, host_seconds=0.0)
     assert whole_step_seconds(request, slow) == pytest.approx(1.0, rel=1e-3)
     assert whole_step_seconds(request, replace(found, seconds=None)) is None
-
-
-def test_costs_that_made_steps_are_found_from_them() -> None:
-    works = [
-        StepWork(tables * 1e-4, exchanges, exchanged, caching, rows, sweep * 1e-4)
-        for tables, exchanges, exchanged, caching, rows, sweep in [
-            (1, 1, 4, 0, 0, 0), (1, 1, 200, 0, 0, 0), (2, 1, 4, 1, 0, 0), (2, 2, 6, 0, 1, 0), (2, 3, 12, 0, 1, 0),
-            (3, 2, 6, 2, 1, 0), (5, 1, 20, 0, 0, 20), (9, 1, 2, 0, 0, 30), (80, 1, 4, 0, 0, 1), (99, 1, 2, 0, 1, 1),
-            (60, 3, 6, 0, 1, 1), (20, 1, 9, 0, 0, 9), (1, 1, 2, 0, 1, 0),
-        ]
-    ]  # fmt: skip
-    request = _request(2, _table("a", Mode.HBM_ONLY))
-    found = plan(request)
-    timed = [replace(work, kernels=work.tables) for work in works]
-    slow = replace(COSTS, host_s=0.02)  # steps that all wait for the host
-    alone = [(work, seconds_of(work, slow), work.kernels + exchange_kernel_seconds(work, slow)) for work in timed]
-    fitted = fit_step_costs(alone, MEASURED)
-    for work in timed:
-        assert exchange_kernel_seconds(work, fitted) == pytest.approx(exchange_kernel_seconds(work, slow), rel=0.05)
-    unseen = [StepWork(2e-4, 2, 150, 1, 1, 0.0), StepWork(1e-3, 1, 30, 0, 0, 2e-3), StepWork(7e-3, 2, 8, 0, 1, 1e-3)]
-    fitted = fit_step_costs([(work, seconds_of(work, COSTS), 0.0) for work in works], MEASURED)
-    for work in unseen:
-        assert seconds_of(work, fitted) == pytest.approx(seconds_of(work, COSTS), rel=0.05)
-    work = step_work(request, found)
-    assert seconds_of(work, fitted) == pytest.approx(seconds_of(work, COSTS), rel=0.05)
 
 
 @pytest.mark.parametrize(

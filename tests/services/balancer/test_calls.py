@@ -14,7 +14,6 @@ from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import ServiceProcess
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.refinements import plan_round
-from evenkeel.protocol.plan_round import RoundNames
 from tests.evenkeel.protocol.rounds import Round, make_round, rounds
 from tests.services.balancer.calls import SECONDS, SERVICE, Lead, lead_of, refused, request_of, wait_for_workers
 
@@ -81,10 +80,6 @@ def test_wrong_calls(balancer: ServiceProcess, lead: Lead) -> None:
         lead.send(bytes(2_000_001))
     lead.plan(good)
     assert wait_for_workers(balancer) == before
-
-
-def test_names_are_any_text(lead: Lead) -> None:
-    lead.plan(make_round(names=RoundNames(job="später/50%")))
 
 
 def test_calls_at_once_are_bounded(balancer: ServiceProcess) -> None:

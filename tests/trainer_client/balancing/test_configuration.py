@@ -148,7 +148,3 @@ def test_a_wrong_option_is_named_with_its_value_and_the_remedy(field: str, value
     with pytest.raises(ValueError, match=rf"{field}(\[\d\])? is ") as error:
         BalanceOptions(**{field: value})
     assert re.search(words, str(error.value))
-
-
-def test_a_rank_may_have_no_cap() -> None:
-    BalanceOptions(memory_caps=[0.0, float("inf")]).check_world(2)

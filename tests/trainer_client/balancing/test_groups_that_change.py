@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import gc
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from benchmarks.harness.balancer_process import ServiceProcess
@@ -236,21 +234,3 @@ def test_grpc_takes_no_part_in_forks() -> None:
     ran = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120, check=True)
     assert "forked" in ran.stdout
     assert "fork() handlers" not in ran.stderr, "gRPC's ran, which abort a child now and then"
-
-
-def _fork_after_a_stream_with_peers(rank: int) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    batches = [{"id": torch.arange(3) + 10 * mesh["dp"].get_local_rank()}] * 2
-    with Balancer.embedded(process_group=mesh["dp"]) as balancer:
-        trained = [len(batch["id"]) for batch in BalancedLoader(batches, balancer, cost=lambda batch: batch["id"])]
-    child = multiprocessing.get_context("fork").Process(target=gc.collect)
-    child.start()
-    child.join(20)
-    child.kill()  # one that hangs would hold this process up
-    return trained, child.exitcode
-
-
-def test_a_child_leaves_alone_what_closed_streams_have_left() -> None:
-    for trained, exit_code in run_ranks(4, _fork_after_a_stream_with_peers):
-        assert len(trained) == 2
-        assert exit_code == 0

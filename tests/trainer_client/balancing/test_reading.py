@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from evenkeel.partitioning import partition
-from evenkeel.partitioning.splits import spans_of
-from trainer_client import BatchSpec, HSTUCost
-from trainer_client.balancing.batches.flatten import flatten
 from trainer_client.balancing.contribution import Measure
 from trainer_client.balancing.reading import Measured, read_costs, read_users
-from trainer_client.balancing.splitting import divisible_samples
 
 
 @pytest.mark.parametrize(
@@ -74,11 +70,6 @@ def test_what_is_not_one_number_per_sample_is_an_error(values: object, message: 
         read_costs(values, 3)
 
 
-def test_other_quantities_are_named() -> None:
-    with pytest.raises(ValueError, match="memory returned shape"):
-        read_costs([1], 2, what="memory")
-
-
 def test_what_all_ranks_may_reach_together_can_be_partitioned() -> None:
     for ranks in (2, 3, 8, 1000):
         share = 2**62 // ranks
@@ -87,24 +78,6 @@ def test_what_all_ranks_may_reach_together_can_be_partitioned() -> None:
         costs, problem = read_costs([most, 0, 0], 3, world_size=ranks)
         assert not problem
         partition(np.tile(costs, ranks), np.repeat(np.arange(ranks), 3), ranks, strategy="lpt")
-
-
-COUNTS = [3, 400, 5]
-
-
-@pytest.mark.parametrize("context", [0, 1, 3])
-@pytest.mark.parametrize("candidates", [0, 1, 3])
-@pytest.mark.parametrize("includes", [False, True])
-def test_items_come_behind_the_context(context: int, candidates: int, includes: bool) -> None:
-    cost = HSTUCost(
-        num_layers=1, width=8, num_heads=1, head_dim=4, history="count", context=context, candidates=candidates,
-        history_includes_candidates=includes,
-    )  # fmt: skip
-    batch = {"count": torch.tensor(COUNTS), "items": torch.arange(sum(COUNTS))}
-    flat = flatten(batch, BatchSpec(sequence={"items"}, rows_per_sample={"items": "count"}))
-    table = divisible_samples(cost, flat, flat, np.asarray(cost(flat)))
-    assert table[:, :2].tolist() == [[1, context]]
-    assert spans_of(table).positions.tolist() == [context + 400 + (0 if includes else candidates)]
 
 
 def test_numbers_of_users_keep_them_apart() -> None:

@@ -361,30 +361,6 @@ def test_another_number_of_ranks_trains_each_sample_once() -> None:
     assert all(sorted(samples) == list(range(101)) for samples in trained.values())
 
 
-class Dealt(Stateful):
-    """A loader with a state of its own, which can go on from those of all ranks of another job."""
-
-    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        self.held = {"read": max(state["read"] for state in states), "finished": False}
-
-
-def test_states_that_were_dealt_out_are_dealt_out_again_where_nothing_was_read_since() -> None:
-    def alone_over(state: Any = None) -> BalancedLoader[Any]:
-        loader = BalancedLoader(Dealt(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
-        if state is not None:
-            loader.load_state_dict(state)
-        return loader
-
-    job = Job(steps=(6,))
-    first = alone_over()
-    for _ in zip(range(3), first, strict=False):
-        pass
-    states = [{**first.state_dict(), "rank": rank, "world_size": 2} for rank in (0, 1)]
-    again = alone_over(states).state_dict()  # of a job that ends before its first batch
-    ids = [batch["id"].tolist() for batch in alone_over(json.loads(json.dumps(again)))]
-    assert ids == [batch["id"].tolist() for batch in list(job.batches(0))[3:]]
-
-
 def repeat(_: int, state: dict[str, Any]) -> list[list[int]]:
     """What is trained when the window of a state is repeated, which must be asked for."""
     with Balancer.embedded(options=options(window=4)) as balancer:

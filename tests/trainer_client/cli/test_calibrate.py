@@ -103,16 +103,6 @@ def test_dynamicemb_steps_of_ones_own_are_fitted(run: Run, tmp_path: Path) -> No
     assert fitted.caching_fixed_s == pytest.approx(known.caching_fixed_s, rel=0.15)
 
 
-def test_narrow_rows_are_not_slower_than_embedding_kernels_gather_them() -> None:
-    base = builtin_profile("h200")
-    profile, _ = calibrated_profile(base, VALUES, "mine", {})
-    assert profile.hbm_gather[-1] == pytest.approx(VALUES["hbm_gather"][-1])
-    for (_, rate), (_, known) in zip(profile.hbm_gather, base.hbm_gather, strict=True):
-        assert rate / known == pytest.approx(profile.hbm_gather[-1][1] / base.hbm_gather[-1][1])
-    quick = VALUES | {"hbm_gather": [[128, 1e12], [512, 1e12], [2048, 2e12]]}
-    assert calibrated_profile(base, quick, "mine", {})[0].hbm_gather[0] == (128.0, 1e12)
-
-
 def test_raw_figures_are_kept_and_whole_steps_fitted(run: Run, tmp_path: Path) -> None:
     raw, kept, output = (tmp_path / name for name in ("raw.json", "kept.json", "out.json"))
     steps = json.loads((RECORDED / "steps_2xh200.json").read_text())["rows"]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client.observing import measurement
-from trainer_client.observing.measurement import Breakdown, StepTimer, gather_breakdown
+from trainer_client.observing.measurement import StepTimer, gather_breakdown
 
 SLOW = 0.08
 
@@ -90,15 +90,6 @@ def test_the_last_of_several_backward_passes_ends_compute(now: list[float], unus
         timer.end_step()
     expected = (5e3, 0.0) if unused else (2e3, 4e3)
     assert [(step.compute, step.communication) for step in timer.finished()] == [expected] * 2
-
-
-def test_the_phases_of_known_times() -> None:
-    # (ranks, steps, phases): rank 0 computes 30 ms and waits for rank 1, which computes 50.
-    breakdown = Breakdown.of(np.array([[[1.0, 30.0, 25.0, 2.0]], [[1.0, 50.0, 5.0, 2.0]]]))
-    assert breakdown.waiting.tolist() == [[20.0, 0.0]]
-    assert breakdown.communication.tolist() == [[5.0, 5.0]]
-    assert breakdown.step.tolist() == [58.0]
-    assert breakdown.compute_imbalance.tolist() == [1.25]
 
 
 class Noting:

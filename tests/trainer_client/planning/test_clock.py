@@ -33,10 +33,9 @@ from evenkeel.placement.request import with_time
 from evenkeel.plan_requests import unpacked, with_measured
 from tests.trainer_client.planning.test_model import Model, batches, keys_of
 from trainer_client.planning import load_sharding_plan, plan_model
-from trainer_client.planning.clock import contenders, run_race
+from trainer_client.planning.clock import contenders
 from trainer_client.planning.collective import run_on_ranks
-from trainer_client.planning.measuring import KERNELS, STEPS, measure_steps, scaled
-from trainer_client.planning.trial import DenseWork, Trial, drawn_batches
+from trainer_client.planning.measuring import STEPS, measure_steps, scaled
 
 CPU = torch.device("cpu")
 WORKSPACE = 2 << 30
@@ -140,48 +139,6 @@ def test_a_plan_file_corrects_the_profile_that_it_was_planned_with() -> None:
     assert after.miss_factor == before.miss_factor
 
 
-def _race(rank: int) -> tuple[MeasuredPlan, ...]:
-    request = _request(ranks=2, dense_ms=1.0)
-    first = plan(request)
-    plans = {name: made for name, made in contenders(request, first).items() if name in ("plan", "all cached alike")}
-    drawn = drawn_batches(request, 8, seed=rank)
-    quickest, measured = run_race(request, plans, drawn, CPU, seconds=0.3)
-    (chosen,) = (one for one in measured if one.chosen)
-    assert quickest is plans[chosen.name]
-    trial = Trial(request, quickest, drawn, CPU, dense=DenseWork(0.0, CPU))
-    before = [parameter.detach().clone() for parameter in trial.parallel.parameters()]
-    trial.run(0.0)
-    after = list(trial.parallel.parameters())
-    assert not all(torch.equal(old, new) for old, new in zip(before, after, strict=True)), "steps train the tables"
-    trial.block()
-    timing = trial.timing()
-    assert timing.kernels_s is None
-    assert 0 < timing.host_s < 10
-    assert 0 < timing.step_s < 10
-    return measured
-
-
-def test_ranks_run_plans_in_turns_and_agree_on_the_quickest() -> None:
-    first, second = run_ranks(2, _race)
-    assert first == second
-    assert [one.name for one in first] == ["plan", "all cached alike"]
-    least = min(one.step_s for one in first)
-    assert next(one.step_s for one in first if one.chosen) <= 1.01 * least
-    assert all(one.step_s >= 1e-3 for one in first), "beside a millisecond of other work"
-
-
-def test_keys_are_those_that_were_traced() -> None:
-    request = _request()
-    few = {"t0": replace(request.tables[0], rows=10)}
-    small = replace(request, tables=(few["t0"], *request.tables[1:]))
-    for batch in drawn_batches(small, 3, seed=5):
-        for table in small.tables:
-            values, lengths = batch[table.name]
-            assert len(values) == int(lengths.sum()) == 96
-            assert len(lengths) == 32 * table.features
-            assert 0 <= int(values.min()) <= int(values.max()) < table.rows
-
-
 @pytest.mark.parametrize("factors", [{"HBM_ONLY": 2.0, "CACHING": 0.5}, {"HBM_ONLY": 1.0, "CACHING": 3.0}])
 def test_measured_plans_correct_each_mode_towards_what_they_took(factors: dict[str, float]) -> None:
     mixes = [{"HBM_ONLY": 1e-3}, {"CACHING": 2e-3}, {"HBM_ONLY": 5e-4, "CACHING": 1e-3}]
@@ -230,15 +187,6 @@ def test_ranks_measure_a_step_and_its_host_part_and_agree_on_them() -> None:
 def test_ranks_that_fail_say_why() -> None:
     with pytest.raises(RuntimeError, match=r"^index failed on 1 ranks: TypeError: 'torch.device' object cannot be"):
         run_on_ranks(operator.index, 1, "cpu")
-
-
-def test_what_is_measured_tells_the_parts_of_a_step_apart() -> None:
-    tables = [sum(part.count for part in sample.parts) for sample in STEPS]
-    assert min(tables) <= 4
-    assert max(tables) > 50
-    assert {len({(p.pooled, p.sharding) for p in sample.parts}) for sample in STEPS} == {1, 2, 3}
-    assert {part.mode for sample in KERNELS for part in sample.parts} == {Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY}
-    assert all(len(sample.parts) == 1 for sample in KERNELS), "their time is that of one mode"
 
 
 def test_samples_are_made_smaller_to_try_the_way() -> None:

@@ -21,8 +21,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCo
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Topology, plan
-from evenkeel.placement.options import RankLoad
+from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Topology
 from evenkeel.placement.storage import torchrec_footprint
 from tests.trainer_client.balancing.jobs import run_in_turn
 from trainer_client.planning import describe_model, plan_model
@@ -189,23 +188,3 @@ def test_types_weights_learned_weights_and_managed_collisions_train_by_their_pla
     run_in_turn(2, (_run_types,), (_run_learned_weights,), (_run_managed,))
     with pytest.raises(InvalidInputError, match="sharding: is not what 'bags' does: managed collisions are by rows"):
         describe_model(_Managed(), sharding="table_wise")
-
-
-def test_rows_of_every_type_leave_the_table_as_float32() -> None:
-    whole, half = (_request(_bags(kind)) for kind in (DataType.FP32, DataType.FP16))
-    found = [RankLoad(request, request.tables[0]) for request in (whole, half)]
-    assert [load.embedding_bytes for load in found] == [DIM * 4, DIM * 2]
-    assert {load.output_bytes for load in found} == {DIM * 4}
-
-
-def test_weights_of_lookups_travel_and_their_gradients_read_every_row_again() -> None:
-    plain, weighted = (_request(_bags(weighted=each)) for each in (False, True))
-    assert weighted.tables[0].weighted
-    found = [RankLoad(request, request.tables[0]) for request in (plain, weighted)]
-    assert [load.key_bytes for load in found] == [8, 12]
-    assert [load.backward_rows for load in found] == [0.0, found[0].received]
-    slow, fast = plan(weighted), plan(plain)
-    assert slow.seconds is not None
-    assert fast.seconds is not None
-    assert slow.seconds > fast.seconds
-    assert slow.hbm.used_bytes > fast.hbm.used_bytes

@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -270,20 +267,3 @@ def test_every_cut_that_torchrec_makes_is_tried_and_no_other(dim: int) -> None:
         assert _made(dim, dim // pieces) == [dim // pieces] * pieces
     possible = {len(_made(dim, width)) for width in range(1, dim + 1)}
     assert tried == {pieces for pieces in possible if pieces <= ranks}
-
-
-@pytest.mark.parametrize("precision", [SparseType.FP32, SparseType.FP16])
-def test_fbgemm_takes_every_multiple_of_four_and_nothing_else(precision: SparseType) -> None:
-    def make(dim: int) -> Any:
-        return SplitTableBatchedEmbeddingBagsCodegen(
-            [(10, dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)],
-            weights_precision=precision,
-            cache_precision=precision,
-            device=torch.device("meta"),
-        )
-
-    for dim in range(4, 132, 4):
-        make(dim)
-    for dim in (2, 6, 30, 102):
-        with pytest.raises(AssertionError, match="multiple of 4"):
-            make(dim)

@@ -61,15 +61,6 @@ def test_two_batches_of_a_step_are_one_step() -> None:
     assert statistics.traces()["item"].steps == 9
 
 
-def test_tables_whose_features_no_batch_has_are_left_out() -> None:
-    statistics = KeyStatistics({"item": ["clicked", "bougth"], "user": ["userid"]})
-    for seed in range(9):
-        statistics.observe(_batch(seed))
-    assert list(statistics.traces()) == list(statistics.gather()) == ["item"]
-    assert statistics.unmatched_features() == ({"bougth", "userid"}, {"bought", "user", "unknown"})
-    assert statistics.samples_per_step() == 64
-
-
 def test_curves_and_lookups_go_into_the_request() -> None:
     statistics = KeyStatistics(_model())
     for seed in range(64):

@@ -36,12 +36,6 @@ def keyed(weights: bool = True) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["z", "a"], torch.arange(7), torch.arange(7) / 2 if weights else None, lengths=lengths)
 
 
-def test_one_field_is_a_batch() -> None:
-    assert flatten(torch.arange(4)).unflatten().tolist() == [0, 1, 2, 3]
-    batch = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}]
-    assert select(batch, 1) == batch[1:]
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     rows=st.lists(st.lists(st.lists(st.integers(0, 8), max_size=3), min_size=1, max_size=4), min_size=2, max_size=2),
@@ -76,20 +70,6 @@ def test_deduplicated_samples_are_embedded_as_before(
     for index, key in enumerate(batch.keys()):
         lengths = [len(rows[index][sample[index] % len(rows[index])]) for sample in samples]
         assert read_lengths({"ids": batch}, f"ids.{key}").tolist() == lengths
-
-
-def test_flattened_rows_share_the_lengths_that_are_declared() -> None:
-    counts = torch.tensor([2, 0, 1])
-    batch = {"items": keyed(), "count": counts, "scores": torch.arange(3.0), "per_item": torch.arange(4) * 10}
-    flat = flatten(batch, BatchSpec(rows_per_sample={"scores": "count", "per_item": "items.a"}))
-    assert flat.structure.columns == ("count", "items.a", "items.z")
-    assert {id(batch["scores"]), id(batch["per_item"]), id(counts)} < set(map(id, flat.tensors)), "nothing is copied"
-    assert flat.lengths.tolist() == [[2, 0, 1], [0, 1, 2], [1, 3, 0]]
-    found = select_samples(flat, np.array([2, 0])).unflatten()
-    assert found["scores"].tolist() == [2, 0, 1]
-    assert found["per_item"].tolist() == [10, 20, 30]
-    assert found["items"].length_per_key() == [1, 3]
-    assert found["items"].offset_per_key() == [0, 1, 4]
 
 
 def test_sizes_are_the_bytes_of_each_sample() -> None:
@@ -269,14 +249,6 @@ def test_what_padding_cuts_off_is_what_it_fills_in(
     width, wide = found.shape[1], torch.complex128 if dtype.is_complex else torch.float64
     kept = batch["v"][:, :width] if side == "right" else batch["v"][:, 3 - width :]
     torch.testing.assert_close(found.to(wide), kept.to(wide), rtol=0, atol=0, equal_nan=True)
-
-
-def test_widths_do_not_belong_to_the_schema() -> None:
-    spec = BatchSpec(padded={"t": Padded(value=-1)})
-    one, other = (flatten({"t": torch.full((2, width), width)}, spec) for width in (2, 3))
-    assert one.schema.hash == other.schema.hash
-    found = gather_samples([one, other], [(0, 0), (1, 0)]).unflatten()["t"]
-    assert found.tolist() == [[2, 2, -1], [3, 3, 3]]
 
 
 NESTED: dict[str, Any] = {

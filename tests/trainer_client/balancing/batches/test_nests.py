@@ -105,11 +105,3 @@ def test_derived_values_see_no_values_of_another_batch() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         wrong.unflatten()
     assert "'total', declared in derived" in caught.value.__notes__[0]
-
-
-def test_a_default_device_does_not_matter() -> None:
-    batch, spec = make(("dict", "right", "texts"), [1, 2, 3]), spec_of(("dict", "right", "texts"))
-    expected = parts(make(("dict", "right", "texts"), [2, 3]))
-    with torch.device("meta"):
-        found = select_samples(flatten(batch, spec), np.array([1, 2])).unflatten()
-    assert parts(found) == expected

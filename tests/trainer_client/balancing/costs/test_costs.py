@@ -1,7 +1,6 @@
 """Costs count what torch computes, and say the same of spans as of whole samples."""
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.batches import BatchError, BatchSpec, flatten
 from trainer_client.balancing.costs import (
     HSTUCost,
@@ -23,7 +21,6 @@ from trainer_client.balancing.costs import (
     TokenCost,
     TransformerCost,
 )
-from trainer_client.balancing.costs.base import count_positions
 
 SMALL: dict[str, Any] = {"num_layers": 2, "width": 8, "num_heads": 2}
 HSTU: dict[str, Any] = {**SMALL, "num_layers": 1, "head_dim": 4}
@@ -212,21 +209,3 @@ def test_candidates_inside_the_history_are_not_counted_twice() -> None:
     np.testing.assert_array_equal(within(batch()), beside({**batch(), "rest": rest}))
     with pytest.raises(ValueError, match="sample 2 has more candidates than positions in 'c'"):
         HSTUCost(**HSTU, history="c", candidates="h", history_includes_candidates=True)(batch())
-
-
-@dataclass(frozen=True)
-class LookupCost(SampleCost):
-    """Two terms: looking up the words of a sample, and attention of a causal layer over its history."""
-
-    words: str
-    history: str
-
-    def spans(self, batch: Any) -> SpanCosts:
-        words = 0.5 * np.asarray(count_positions(batch, self.words))
-        return SpanCosts.of(count_positions(batch, self.history), per_pair=2.0, fixed=words)
-
-
-def test_a_cost_of_ones_own_is_ten_lines() -> None:
-    cost = LookupCost(words="c", history="h")
-    assert cost(batch()).tolist() == [0.5 + 2 * 6, 0, 1 + 2 * 55]
-    assert cost.spans(batch()).of_spans(0, np.array([2, 0, 5])).tolist() == [2 * 3, 0, 2 * 15]

@@ -51,24 +51,6 @@ def test_a_batch_moves_with_all_it_holds() -> None:
     assert moved.loss_scale == only.loss_scale
 
 
-class DenseOnly:
-    """A batch whose own `to` takes more."""
-
-    def __init__(self, x: torch.Tensor, kept: torch.Tensor) -> None:
-        self.x, self.kept = x, kept
-
-    def to(self, device: Any, non_blocking: bool = False, dense_only: bool = False) -> DenseOnly:
-        return DenseOnly(self.x.to(device), self.kept if dense_only else self.kept.to(device))
-
-
-def test_what_pipelines_ask_of_a_batch_s_own_class_reaches_it() -> None:
-    loader = BalancedLoader([DenseOnly(torch.ones(3), torch.ones(3))], Balancer.off(), cost=lambda _: torch.ones(3))
-    (only,) = balanced_batches(loader)
-    moved = only.to("meta", non_blocking=True, data_copy_stream=None, dense_only=True)
-    assert moved.batch.x.is_meta
-    assert moved.batch.kept.device.type == "cpu"
-
-
 CPU = torch.device("cpu")
 
 

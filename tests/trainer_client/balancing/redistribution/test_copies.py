@@ -221,10 +221,3 @@ def test_ranks_that_declare_another_sequence_have_another_schema() -> None:
 def test_what_cannot_be_cut_is_refused(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=re.escape(message)):
         flatten(a_batch(), replace(SPEC, **spec))
-
-
-def test_only_what_is_copied_counts_towards_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "MAX_UNITS", 100)
-    spec = BatchSpec(rows_per_sample={"items": "n"}, sequence={"items"})
-    flat = flatten({"n": torch.tensor([90]), "items": torch.zeros(90), "label": torch.ones(1)}, spec)
-    assert cut(flat, np.array([0, 30, 60, 80])).lengths.ravel().tolist() == [30, 30, 20, 10]

@@ -132,15 +132,6 @@ def test_any_number_of_ranks_goes_on_with_the_same_global_batches(data: Any, bud
     assert trained + _global(_steps(ranks)) == expected
 
 
-def test_samplers_go_on_from_one_anothers_position() -> None:
-    (fixed,), (budget,) = _counted(500, size=50), _budgeted(_lengths(500))
-    budget.load_state_dict({**fixed.state_dict(), "position": 100})
-    batches = _global(_steps([budget]))
-    assert sum(map(len, batches)) == 400
-    fixed.load_state_dict(budget.state_after(3))
-    assert sum(map(len, batches[:3])) + sum(map(len, fixed)) == 400
-
-
 def test_epochs_have_orders_of_their_own_and_iterations_begin_anew() -> None:
     sampler = GlobalBatchSampler(50, global_batch_size=10, seed=5)
     first = list(sampler)

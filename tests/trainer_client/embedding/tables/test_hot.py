@@ -132,27 +132,6 @@ def test_keys_that_a_state_dict_lacks_take_no_row_before_they_are_looked_up(two:
     assert two(bring_back) == [[1, 1], [1, 1]]
 
 
-def load_elsewhere(rank: int) -> list[list[float]]:
-    """Lookups beside a table without features, after a state without the collection's rows came to one rank."""
-    unused = RoutedTable(name="a", embedding_dim=2, features=(), num_embeddings=40, routing="continuous")
-    collection = RoutedEmbeddingCollection([unused, TABLE], deduplicate=False)
-    model = torch.nn.ModuleDict({"tables": collection, "dense": torch.nn.Linear(2, 2)})
-    plain = look_up(collection, f=[0, 1, 5]).tolist()
-    collection.hold_hot_rows({"a": torch.arange(7), "t": torch.tensor([0, 1, 5])})
-    for _ in range(3):
-        assert look_up(collection, f=[0, 1, 5]).tolist() == plain
-    if rank == 0:
-        model.load_state_dict({"dense.bias": torch.zeros(2)}, strict=False)
-    result: list[list[float]] = look_up(collection, f=[0, 1, 5]).tolist()
-    assert result == plain
-    return result
-
-
-def test_a_state_without_rows_and_a_table_without_features_change_nothing(two: OnRanks) -> None:
-    first, second = two(load_elsewhere)
-    assert first == second
-
-
 ROWS, RANKS, LOOKUPS, STEPS = 4_000, 8, 3_000, 3
 CHOICE_TABLE = RoutedTable(name="t", embedding_dim=32, features=("f",), num_embeddings=ROWS)
 ROW_BYTES = 128
@@ -206,13 +185,6 @@ def test_between_nodes_a_row_that_all_want_travels_once_a_node() -> None:
     assert choice.without.busiest_link_bytes == pytest.approx(8 * 56 * (2 * ROW_BYTES + 8))
     assert choice.expected.busiest_link_bytes == pytest.approx(63 * 2 * ROW_BYTES)
     assert choice.expected.all_to_all_bytes == 0
-
-
-def test_no_row_is_hot_where_none_is_wanted_by_many() -> None:
-    choice = choose_hot_rows(CHOICE_TABLE, torch.arange(ROWS), torch.full((ROWS,), 0.05), world_size=RANKS)
-    assert not choice.keys.numel()
-    assert choice.expected == choice.without
-    assert not choose_hot_rows(CHOICE_TABLE, torch.arange(0), torch.ones(0), world_size=8).keys.numel()
 
 
 @pytest.mark.parametrize(
