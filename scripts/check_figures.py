@@ -175,8 +175,8 @@ COMPUTED: dict[str, dict[str, Read]] = {
         "57 %": _saved(False, max, what="all_to_all_mb", ways="all once"),
         "10.5": _saved(True, min, ways="once floor_of_homes"), "14.6": _saved(True, max, ways="once floor_of_homes"),
         "20.3": _saved(False, min, ways="once floor_of_homes"), "54.9": _saved(False, max, ways="once floor_of_homes"),
-        "4.5": _saved(True, min), "6.8": _saved(True, max), "24.2": _saved(False, max),
-        "11.0": _saved(False, lambda saved: sorted(saved)[1]), "28": lambda d: -_saved(False, min)(d),
+        "5.3": _saved(True, min), "7.1": _saved(True, max), "26.4": _saved(False, max),
+        "12.2": _saved(False, lambda saved: sorted(saved)[1]), "25": lambda d: -_saved(False, min)(d),
         "15 of 16": _within("once_hot"), "10 without": _within("once"),
     },
 }  # fmt: skip
