@@ -27,8 +27,8 @@ _MOST_PRICE = 1e5
 """In units of (all of the cost) per (all of a budget): far above any that an optimum needs."""
 _STEEP = 1e4
 """Prices in the same units at which hardly anything but memory counts."""
-_FIRST_CORE, _FIRST_GAP = 1_500, 1e-3
-"""Options of the first core, and what it proves: it gives a choice by which the last one is small."""
+_FIRST_CORE, _FIRST_GAP = 1.5, 1e-3
+"""Options a table of the first core, and what it proves: it gives a choice by which the last one is small."""
 _SHARE = 0.4
 """Of the time that is left, for a core that a larger one follows."""
 MOST_COLUMNS = 50_000
@@ -259,7 +259,7 @@ class _Search:
         """Programs over more and more options; the bound that they prove, and whether that settles the search."""
         floors = self._floors()
         finite = np.sort(floors[np.isfinite(floors)])
-        size = _FIRST_CORE + 3 * self.problem.num_tables
+        size = int(_FIRST_CORE * self.problem.num_tables)
         while True:
             cutoff = self.dearest * (1 + 1e-6) if self.best is None else self.cost * (1 - self.gap)
             if bound >= cutoff:
