@@ -28,13 +28,7 @@ from evenkeel.placement.request import (
     Table,
     Topology,
 )
-from evenkeel.placement.whole_step import (
-    StepWork,
-    exchange_kernel_seconds,
-    measured_costs,
-    seconds_of,
-    step_work,
-)
+from evenkeel.placement.whole_step import StepWork, exchange_kernel_seconds, measured_costs, seconds_of, step_work
 
 T = TypeVar("T")
 

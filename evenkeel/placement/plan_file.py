@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from evenkeel.placement.fields import Checked, InvalidInputError, Length, Range, decode, encode, require
 from evenkeel.placement.plan import Plan
@@ -77,10 +77,10 @@ def loads(text: str) -> PlanFile:
     """A plan file from its text.
 
     Raises:
-        InvalidInputError: If it is no plan file, of another version, or a field is wrong.
+        InvalidInputError: If it is no plan file, of another version, or a field is wrong or there twice.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(
             "plan file", text[:40], f"is no JSON ({error})", "write one with evenkeel plan"
@@ -90,3 +90,10 @@ def loads(text: str) -> PlanFile:
     require(kind == FORMAT, "format", kind, "is no plan file", f"give a file with format {FORMAT!r}")
     require(version == VERSION, "version", version, "is of another version", f"this one reads version {VERSION}")
     return decode(PlanFile, value)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"one of {', '.join(made)} is there twice in one object")
+    return made

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.fields import Length, Range, TimeIsUpError
+from evenkeel.placement.fields import Length, Range, TimeIsUpError, require
 from evenkeel.placement.hardware import MAX_BYTES
 from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.placing import solve_and_place
@@ -84,7 +84,7 @@ class WhatIf:
 def what_if(
     request: PlanRequest,
     *,
-    points: int = 25,
+    points: int | None = None,
     hbm_bytes: tuple[int, ...] = (),
     host_points: int = 0,
     clock: Callable[[], float] = time.monotonic,
@@ -93,7 +93,7 @@ def what_if(
 
     Args:
         request: The request at the budgets of today.
-        points: Number of HBM sizes between the smallest that works and the largest that is of use.
+        points: Number of HBM sizes between the smallest that works and the largest that is of use, by default 25.
         hbm_bytes: HBM sizes to plan for instead.
         host_points: Number of sizes of a host's memory, between the same two ends.
         clock: Seconds, for the time limit.
@@ -101,6 +101,8 @@ def what_if(
     Raises:
         InvalidInputError: If a number of points or an HBM size makes no sense, or as for `plan`.
     """
+    require(not (points and hbm_bytes), "points", points, "is not for sizes that are given", "give one of the two")
+    points = 25 if points is None else points
     for name, number in (("points", points), ("host_points", host_points)):
         Range(0, MAX_POINTS).check(number, name)
     Length(0, MAX_POINTS).check(hbm_bytes, "hbm_bytes")
@@ -129,11 +131,7 @@ def what_if(
             part = watch.part(2 / (1 + len(sizes) - done))
             curves[resource].append(_point(request, problem, resource, size, part))
     wanted, found = (len(set(hbm_bytes)) or points) + host_points, len(curves[0]) + len(curves[1])
-    notice = ""
-    if found < wanted and watch.is_over():
-        notice = (
-            f"time was over when {found} of {wanted} sizes were planned for: raise solver.time_limit_s or ask fewer"
-        )
+    late = f"time was over when {found} of {wanted} sizes were planned for: raise solver.time_limit_s or ask fewer"
     values = [TableValue(table=p.table, seconds_per_gib=p.seconds_per_gib) for p in base.placements]
     return WhatIf(
         plan=base,
@@ -142,7 +140,7 @@ def what_if(
         next_hbm_gib_saves_seconds=saves[0],
         next_host_gib_saves_seconds=saves[1],
         tables=tuple(v for v in sorted(values, key=lambda v: -v.seconds_per_gib) if v.seconds_per_gib > 0),
-        notice=notice,
+        notice=late if found < wanted and watch.is_over() else "",
     )
 
 
@@ -196,8 +194,7 @@ def _next(request: PlanRequest, resource: int, seconds: float, watch: Watch) -> 
         return None
     asked = request
     if resource or request.topology.hbm_bytes:
-        more = float(budget[resource] + _GIB_UNITS)
-        size = smallest_bytes(request, resource, more)
+        size = smallest_bytes(request, resource, float(budget[resource] + _GIB_UNITS))
         asked = replace(request, topology=with_memory(request.topology, resource, size))
     placed, _, _ = fastest(asked, build_problem(asked, watch=watch), watch, gap=request.solver.gap)
     return 0.0 if placed is None else max(0.0, seconds - placed.seconds)

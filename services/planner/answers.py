@@ -38,12 +38,12 @@ class WhatIfRequest(PlanRequest):
     """A request, and the memory sizes to plan for.
 
     Attributes:
-        points: Number of HBM sizes between the smallest that works and the largest that is of use.
+        points: Number of HBM sizes between the smallest that works and the largest that is of use, by default 25.
         curve_hbm_bytes: HBM sizes to plan for instead.
         host_points: Number of sizes of a host's memory to plan for, between the same two ends.
     """
 
-    points: Annotated[int, Range(0, MAX_POINTS)] = 25
+    points: Annotated[int, Range(0, MAX_POINTS)] | None = None
     curve_hbm_bytes: Annotated[tuple[Bytes, ...], Length(0, MAX_POINTS)] = ()
     host_points: Annotated[int, Range(0, MAX_POINTS)] = 0
 

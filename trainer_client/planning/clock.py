@@ -243,7 +243,7 @@ def check_race(request: PlanRequest, ranks: int, seconds: float) -> None:
     """Refuses what cannot be run on so many ranks, or for so long."""
     require(seconds > 0, "clock", seconds, "is no time", "give the seconds that each plan trains, such as 5")
     given, what = request.topology.ranks, f"is not the {ranks} that are here to run plans"
-    require(given == ranks, "topology.ranks", given, what, "leave the clock out, or run it on the job's ranks")
+    require(given == ranks, "topology.ranks", given, what, "run it on the job's ranks, or try it with --device cpu")
     runtime, remedy = request.runtime, "plan with runtime torchrec, or leave the clock out"
     require(runtime is Runtime.TORCHREC, "runtime", runtime.value, "is not run by the clock", remedy)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evenkeel.placement import InvalidInputError, Mode, PlanRequest, Table, builtin_profile, parse_topology
+from evenkeel.placement import InvalidInputError, Mode, PlanRequest, Table, builtin_profile, parse_topology, what_if
 from evenkeel.placement.access import power_law
 from evenkeel.placement.calibration import measured_samples
 from evenkeel.placement.fields import decode, encode
@@ -47,6 +47,7 @@ def profile_of_width(width: float) -> PlanRequest:
     [
         (lambda: table_of(rows=0), "tables[0].rows", "give a whole number from 1 to 1000000000000"),
         (lambda: table_of(rows=True), "tables[0].rows", "whole number"),
+        (lambda: what_if(request_of(), points=3, hbm_bytes=(1 << 30,)), "points", "give one of the two"),
         (lambda: table_of(rows="400m"), "tables[0].rows", "without quotes unless it has a unit"),
         (lambda: table_of(ids_per_sample=float("nan")), "tables[0].ids_per_sample", "give a number from 0 to 1e+06"),
         (lambda: table_of(ids_per_sample=10**400), "tables[0].ids_per_sample", "below 1e308"),

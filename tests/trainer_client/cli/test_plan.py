@@ -113,6 +113,7 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--runtime", "torchrec", "--sharding-plan", "{}/my-plan.py"), "no name of a Python module"),
     (("--clock", "0", "--runtime", "torchrec"), "clock: is no time"),
     (("--clock", "1", "--device", "cpu"), "runtime: is not run by the clock"),
+    (("--clock", "1", "--runtime", "torchrec"), "try it with --device cpu"),
     (("--planner", "https://127.0.0.1:9", "--tls-ca", "{}/empty"), "empty cannot be used"),
     *((("--planner", url), f"url is {url!r}; give http://host:port") for url in ("a:80", "http://[::1", "ftp://a")),
 ]
