@@ -37,6 +37,7 @@ from evenkeel.placement.problem import build_problem
 from evenkeel.placement.request import Watch
 from evenkeel.placement.search import solve, solve_core
 from evenkeel.placement.trivial import trivial_placements
+from scripts.placement_optimality import compared
 from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
 from tests.evenkeel.placement.instances import brute_force, mixed_request, random_tables, request
 
@@ -74,6 +75,12 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert max(near.bound, late.bound) <= expected * (1 + 1e-9) <= near.cost * (1 + 1e-6)
     assert near.cost * (1 - 0.1) <= near.bound * (1 + 1e-9)
     assert late.cost == pytest.approx(expected, rel=1e-7)
+
+
+@given(st.integers(0, 10_000_000))
+@settings(max_examples=15, deadline=None)
+def test_nothing_is_false_about_small_plans_and_those_near_them(seed: int) -> None:
+    assert compared(seed)[1] == []
 
 
 @given(st.integers(0, 10_000_000), st.integers(1, 8), st.floats(0.05, 0.9))
@@ -173,6 +180,7 @@ from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.problem import build_problem
 from evenkeel.placement.search import solve, solve_core
 from evenkeel.placement.trivial import trivial_placements
+from scripts.placement_optimality import compared
 from tests.evenkeel.placement.instances import random_tables, request
 
 def with_threads(threads):
