@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/evidence/results.md")
-ALIKE = "all cached alike"
+PLANNERS = "with the clock,TorchRec,TorchEasyRec,all cached alike"
 SHUFFLERS = ("off", "theirs_all_gather", "evenkeel", "evenkeel_drop_in")
 SAME_RATE = "counts=equal/bytes_within=300000000000.0"
 WAYS = "{whole,windows,split,windows and split}"
@@ -101,10 +101,10 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
     *(
         ("placement_gpu_h100", texts, f"cells/keys={cell}/planners/{{{plans}}}/kernels_ms", (), 1)
         for cell, plans, texts in (
-            ("traces/tables=60/hbm_share=0.2", f"with the clock,TorchRec,{ALIKE}", "1.76 2.36 1.94"),
-            ("traces/tables=26/hbm_share=0.1", f"with the clock,TorchRec,{ALIKE}", "1.08 1.52 1.08"),
-            ("traces/tables=26/hbm_share=0.2", "by the model", "0.95"),
-            ("power laws/tables=100/hbm_share=0.1", ALIKE, "9.80"),
+            ("traces/tables=26/hbm_share=0.1", PLANNERS, "1.08 1.52 1.54 1.08"),
+            ("traces/tables=60/hbm_share=0.2", PLANNERS, "1.76 2.36 2.43 1.94"),
+            ("power laws/tables=100/hbm_share=0.5", PLANNERS, "1.97 2.91 2.91 5.22"),
+            ("power laws/tables=26/hbm_share=0.1", "by the model", "1.35"),
         )
     ),
     ("placement_gpu_h100", "0.71", "summary/with the clock, kernels/over_all_cached_alike_median", (), 1),
@@ -122,6 +122,8 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
     (
         "placement_gpu_h100", "69 100 100", "summary/predictions/steps_within_20_percent/{0,5,20}", (), 100,
     ),
+    ("placement_gpu_h100", "95 98", "refitted/{before,after}/pairs_in_order", (), 100),
+    ("placement_gpu_h100", "98 97", "refitted/held_out/after/pairs_in_order", (), 100),
 ]  # fmt: skip
 
 
