@@ -24,7 +24,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ShardingPlan
 
 from evenkeel.key_statistics import miss_curve
-from evenkeel.placement import InvalidInputError, PlanRequest, Sharding, Topology, parse_topology
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Sharding, Topology, parse_topology
 from evenkeel.placement.report import make_report
 from evenkeel.placement.whole_step import whole_step_seconds
 from evenkeel.plan_requests import DEFAULT_RESERVE
@@ -38,10 +38,10 @@ THIN = 32  # one of so many samples stands for all: those of a user that follow 
 STEPS = 8
 SHARDINGS = (Sharding.ROW_WISE, Sharding.TABLE_WISE, Sharding.COLUMN_WISE, Sharding.DATA_PARALLEL)
 HEAD = (
-    "| GPUs | planner | HBM needed, GiB | largest shard, GiB | largest temporary, GiB | heaviest owner / mean | "
-    f"predicted step, ms |\n{'| --- ' * 7}|"
+    "| GPUs | planner | HBM, GiB | largest shard | largest temporary | heaviest owner / mean | predicted step, ms |"
+    f"\n{'| --- ' * 7}|"
 )
-LINE = "| {} | {} | {hbm_gib:.0f} | {shard_gib:.1f} | {temporary_gib:.1f} | {owner_load:.2f} | {step_ms:,.0f} |"
+LINE = "| {} | {} | {hbm_gib:.0f} of {} | {shard_gib:.1f} | {temporary_gib:.1f} | {owner_load:.2f} | {step_ms:,.0f} |"
 GIB = 2**30
 
 
@@ -94,7 +94,7 @@ class Seen:
             except InvalidInputError:
                 if host_bytes != 0:
                     raise
-        rows = {"Evenkeel": self.figures(ours.sharding_plan, ours.request)}
+        rows = {"Evenkeel": self.figures(ours.sharding_plan, ours.request, ours.plan)}
         for name, overridden in (("TorchRec", ()), ("TorchRec, by hand", OVERRIDES)):
             try:
                 rows[name] = self.figures(self._theirs(machines, overridden), ours.request)
@@ -117,7 +117,7 @@ class Seen:
         planner = EmbeddingShardingPlanner(topology, self.scale.samples, constraints=constraints, debug=False)
         return planner.plan(self.model, [EmbeddingCollectionSharder()])
 
-    def figures(self, sharded: ShardingPlan | None, request: PlanRequest) -> dict[str, Any]:
+    def figures(self, sharded: ShardingPlan | None, request: PlanRequest, plan: Plan | None = None) -> dict[str, Any]:
         """What a sharding plan asks of the ranks: loads from the keys of a mean step, memory and time as we predict.
 
         The temporary is what a rank looks up for one exchange: float32 rows of all tables that are sharded alike, each
@@ -138,9 +138,9 @@ class Seen:
                 low, high = np.searchsorted(known, [row, row + rows])
                 load[shard.placement.rank()] += float(counts[low:high].sum()) * columns * 4
         total = sum(asked.values(), np.zeros(self.ranks))
-        # Our model's word for layouts and kernels, on ranks of our choice, where there is room for all.
+        # Our model's word; of others' layouts and kernels on ranks of our choice, where there is room for all.
         roomy = replace(request, topology=replace(request.topology, hbm_bytes=1 << 45, host_bytes=None))
-        found = as_cut(roomy, placed)
+        found = plan or as_cut(roomy, placed)
         assert found is not None, "there is room"
         report = make_report(roomy, found)
         assert report is not None, "there is room"
@@ -161,7 +161,7 @@ def shown(result: Mapping[str, Any]) -> str:
         machines = f"{cell['ranks']} {cell['gpu'].upper()}" + " and hosts' memory" * (cell["host_gib"] > 0)
         for name, row in cell["planners"].items():
             why = f"| {machines} | {name} | {row.get('why')} |"
-            lines.append(why if "why" in row else LINE.format(machines, name, **row))
+            lines.append(why if "why" in row else LINE.format(machines, name, int(cell["hbm_gib"]), **row))
     return "\n".join(lines)
 
 
