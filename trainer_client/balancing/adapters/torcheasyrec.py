@@ -38,9 +38,7 @@ def balance_training(
     Call it before `train_and_evaluate`. Loaders for evaluation and prediction stay as they are.
 
     Args:
-        balancer: See `balance_dataloader`.
-        options: See `balance_dataloader`.
-        cost: See `balance_dataloader`.
+        balancer: See `balance_dataloader`, also for `options` and `cost`.
 
     Raises:
         ModuleNotFoundError: If TorchEasyRec is not installed.
