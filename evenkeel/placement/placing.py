@@ -65,7 +65,7 @@ def solve_and_place(
     With shards, where one group costs more mixed, its tables in any mode, all in caches, and none are faster to search
     than at once.
     """
-    starts, dear = list(starts), np.flatnonzero(problem.mixing)
+    starts, dear = _able(problem, starts), np.flatnonzero(problem.mixing)
     if len(dear) != 1 or not problem.has_shards:
         return _at_once(problem, topology, watch, gap, starts)
     alike = replace(problem, mixing=0 * problem.mixing)
@@ -81,18 +81,23 @@ def solve_and_place(
         floor = solution.bound
         if floor < best.seconds * (1 - gap) and not watch.is_over():
             alone = alike.without(mine & (problem.cached != cached))
-            found, proved = _at_once(alone, topology, watch.part(0.5), gap, [])
+            found, proved = _at_once(alone, topology, watch.part(0.5), gap, unmixed)
             floor = max(floor, proved.bound)
             best = best if found is None else min(best, found, key=lambda placed: placed.seconds)
         floors.append(floor)
     return best, replace(solution, bound=min([best.seconds, *floors]))
 
 
+def _able(problem: Problem, starts: Iterable[Placed]) -> list[Placed]:
+    """Those whose options the problem has."""
+    return [start for start in starts if np.isfinite(problem.seconds[start.choice]).all()]
+
+
 def _at_once(
     problem: Problem, topology: Topology, watch: Watch, gap: float, starts: Iterable[Placed]
 ) -> tuple[Placed | None, Solution]:
     """The same of all groups together: first the average rank is solved for, then ranks are found for shards."""
-    best = min(starts, key=lambda placed: placed.seconds, default=None)
+    best = min(_able(problem, starts), key=lambda placed: placed.seconds, default=None)
     if not problem.has_shards:
         solution = solve(problem, watch, gap=gap, start=None if best is None else best.choice)
         return None if solution.choice is None else place(problem, topology, solution.choice), solution

@@ -163,7 +163,7 @@ def _shortest_step(
         host, kernels = launches(modes), bound
         if max(host, dense + bound) < seconds(best)[0] * (1 - gap) and len(modes) < len(kinds) and not watch.is_over():
             fewer = problem.without(~np.isin(problem.mode.astype(str), modes))
-            found, proved = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
+            found, proved = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap, starts=candidates)
             kernels = max(bound, proved.bound)
             best = best if found is None else min(best, found, key=seconds)
         floors.append(max(host, dense + kernels))

@@ -124,6 +124,25 @@ def test_tables_of_which_only_larger_shards_would_do_are_in_the_proof() -> None:
     assert short.smallest_hbm_bytes <= advised * 2**30 < short.smallest_hbm_bytes + 2**30 / 100
 
 
+def test_large_tables_with_more_modes_get_no_slower_a_plan() -> None:
+    # What is best on the average rank without caches fits no ranks: of DLRMv4's tables a few fill a rank each.
+    kinds = (Sharding.ROW_WISE, Sharding.TABLE_WISE, Sharding.COLUMN_WISE, Sharding.DATA_PARALLEL)
+    millions = (1, 100, 40, 24, 40, 32, 2, 40, 9.4, 1.3, 3.4)
+    tables = tuple(
+        Table(
+            name=f"t{n}", rows=int(rows * 1e6), dim=512, ids_per_sample=2660 if n > 7 else 1, pooled=False,
+            optimizer=Optimizer.ROWWISE_ADAGRAD, sharding=kinds,
+        )
+        for n, rows in enumerate(millions)
+    )  # fmt: skip
+    asked = ask(tables, 67, ranks=8, local=8, host_gib=1024, gap=1e-4, time_limit_s=4)
+    asked = replace(asked, step=replace(asked.step, samples_per_rank=1024))
+    uncached = replace(asked, tables=tuple(replace(table, modes=(Mode.HBM_ONLY, Mode.HOST_ONLY)) for table in tables))
+    seconds = [plan(one, clock=time.process_time).seconds for one in (asked, uncached)]
+    assert None not in seconds
+    assert seconds[0] <= 1.02 * seconds[1]
+
+
 def test_widths_that_a_runtime_refuses_are_refused() -> None:
     table = Table(name="t", rows=10, dim=37, pooled=True, sharding=ALL)
     with pytest.raises(InvalidInputError, match="make it 40") as caught:
