@@ -96,7 +96,7 @@ def _as_tensor(values: Tensor | Sequence[int] | None, like: Tensor) -> Tensor:
 
 
 def _codes(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[list[int], list[int], bool]:
-    routings = as_routings(routing)
+    routings = as_routings(routing) or as_routings("roundrobin")
     if len(set(routings)) == 1:
         routings = routings[:1]
     return [r.code for r in routings], [r.mix for r in routings], any(r.code == 0 for r in routings)
@@ -172,7 +172,7 @@ def block_bucketize(
     if num_features or lengths.numel():
         _check(lengths, keys, weights, num_features, batches, named)
     outputs = torch.ops.evenkeel.block_bucketize(
-        lengths.contiguous(), keys.contiguous(), blocks, world_size, modes or [1], mixes or [0],
+        lengths.contiguous(), keys.contiguous(), blocks, world_size, modes, mixes,
         weights.contiguous() if weights is not None else None, positions, permutation, batches,
     )  # fmt: skip
     result = Bucketized(*outputs)

@@ -102,17 +102,17 @@ def report(
         ValueError: If the numbers of routings, block sizes and features differ.
     """
     load = _loads(kjt, world_size, routing, block_sizes).sum(1)
-    counts, hottest = [torch.zeros(0, dtype=torch.int64, device="cpu")], list[HotKey]()
+    counts, hottest = list[Tensor](), list[HotKey]()
     by_feature = as_int64(kjt.values()).cpu().split(kjt.length_per_key())  # type: ignore[no-untyped-call]
     for name, keys in zip(kjt.keys(), by_feature, strict=True):
         unique, count = torch.unique(keys, return_counts=True)
         counts.append(count)
         heavy = count.topk(min(top, count.numel()))
         hottest += map(HotKey, repeat(name), unique[heavy.indices].tolist(), heavy.values.tolist())
-    every, total = torch.cat(counts), int(load.sum())
+    total = int(load.sum())
     return SkewReport(
         keys_per_rank=tuple(load.tolist()),
         max_over_mean=int(load.max()) * world_size / total if total else 0.0,
-        best_max_over_mean=lower_bound(every, world_size) * world_size / total if total else 0.0,
+        best_max_over_mean=lower_bound(torch.cat(counts), world_size) * world_size / total if total else 0.0,
         hottest=tuple(sorted(hottest, key=lambda hot: -hot.count)[:top]),
     )

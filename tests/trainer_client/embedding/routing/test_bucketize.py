@@ -104,11 +104,9 @@ def test_blocks_near_the_largest_keys(world_size: int) -> None:
 def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
     batch = make_batch(3, num_features=2, max_rows=9, max_length=9, world_size=5, routings=list(MODES[1:3]))
     arguments = (batch.lengths, batch.indices, torch.tensor([10, 20]), 5, [0, 2], [0, 99])
-    torch.library.opcheck(
-        torch.ops.evenkeel.block_bucketize.default,
-        arguments,
-        {"weights": torch.rand(batch.indices.numel()), "positions": True},
-    )
+    for options in ({"weights": torch.rand(batch.indices.numel()), "positions": True}, {"permutation": False}):
+        torch.library.opcheck(torch.ops.evenkeel.block_bucketize.default, arguments, options)
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("evenkeel::block_bucketize", "CUDA")
 
     def step(lengths: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         result = block_bucketize(lengths, indices + 1, [10, 20], 5, batch.routings)
@@ -126,10 +124,10 @@ def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
         ({"world_size": 4097}, "world_size is 4097"),
         ({"routing": b"random"}, "routing is b'random'; choose one of"),
         ({"routing": ["continuous"] * 3}, "3 routings for 2 features"),
-        ({"routing": "continuous", "block_sizes": None}, "block_sizes is None"),
+        ({"routing": ["roundrobin", "continuous"], "block_sizes": None}, "block_sizes is None"),
         ({"routing": "continuous", "block_sizes": [4, -1]}, "block_sizes has -1"),
         ({"lengths": torch.tensor([1, 2, 3])}, "3 lengths do not divide by 2"),
-        ({"lengths": torch.tensor([1.0, 2.0])}, "lengths have dtype torch.float32"),
+        ({"lengths": torch.tensor([])}, "lengths have dtype torch.float32"),
         ({"lengths": torch.tensor([[1], [2]])}, r"lengths have shape \(2, 1\)"),
         ({"indices": torch.ones(3, dtype=torch.int16)}, "indices have dtype torch.int16"),
         ({"lengths": torch.tensor([1, 1])}, "lengths sum to 2, but there are 3"),

@@ -1,5 +1,7 @@
 import itertools
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -22,9 +24,10 @@ from trainer_client.embedding.routing import (
     route,
     torchrec_uses_evenkeel,
 )
-from trainer_client.embedding.routing.ownership import fmix64
+from trainer_client.embedding.routing.ownership import as_int64, fmix64, fmix64_of
 from trainer_client.embedding.routing.skew import feature_skew, lower_bound
 
+Sent = tuple[KeyedJaggedTensor, torch.Tensor | None]
 RANKS = st.sampled_from([1, 2, 3, 5, 7, 8, 64, 100, 255, 256, 1000, 1024, 4095, 4096])
 KEYS = st.integers(-(2**63), 2**63 - 1)
 ROUTINGS = st.one_of(
@@ -46,6 +49,16 @@ def make_kjt(*, variable: bool, weighted: bool, seed: int = 0) -> KeyedJaggedTen
     )
 
 
+def assert_alike(ours: Sent, theirs: Sent) -> None:
+    (mine, permuted), (other, expected) = ours, theirs
+    assert mine.keys() == other.keys()
+    assert mine.stride_per_key_per_rank() == other.stride_per_key_per_rank()
+    pairs = [(mine.values(), other.values()), (mine.lengths(), other.lengths()), (permuted, expected)]
+    for one, another in [*pairs, (mine.weights_or_none(), other.weights_or_none())]:
+        assert (one is None) == (another is None)
+        assert one is None or torch.equal(one, another)
+
+
 @pytest.mark.parametrize(
     ("variable", "weighted", "positions", "permutation"), list(itertools.product([False, True], repeat=4))
 )
@@ -53,30 +66,25 @@ def test_is_a_drop_in_for_torchrecs_input_distribution(
     variable: bool, weighted: bool, positions: bool, permutation: bool
 ) -> None:
     kjt, blocks = make_kjt(variable=variable, weighted=weighted), torch.tensor([25, 10, 40])
-    theirs, their_permutation = bucketize_kjt_before_all2all(
-        kjt, 4, blocks, output_permute=permutation, bucketize_pos=positions
+    assert_alike(
+        bucketize_kjt(kjt, 4, blocks, "continuous", permutation=permutation, positions=positions),
+        bucketize_kjt_before_all2all(kjt, 4, blocks, output_permute=permutation, bucketize_pos=positions),
     )
-    ours, permuted = bucketize_kjt(kjt, 4, blocks, "continuous", permutation=permutation, positions=positions)
-    assert ours.keys() == theirs.keys()
-    assert ours.stride_per_key_per_rank() == theirs.stride_per_key_per_rank()
-    pairs = [(ours.values(), theirs.values()), (ours.lengths(), theirs.lengths()), (permuted, their_permutation)]
-    for mine, other in [*pairs, (ours.weights_or_none(), theirs.weights_or_none())]:
-        assert (mine is None) == (other is None)
-        assert mine is None or torch.equal(mine, other)
+    assert_alike(bucketize_kjt(kjt, 4, blocks, "continuous"), bucketize_kjt_before_all2all(kjt, 4, blocks))
+    assert bucketize_kjt(KeyedJaggedTensor.empty(), 4, [])[0].keys() == []  # TorchRec's, whose keys are floats
 
 
 def test_torchrecs_row_wise_sharding_uses_it_inside_the_block_only() -> None:
     kjt, blocks = make_kjt(variable=False, weighted=True), torch.tensor([25, 10, 40])
     before = rw_sharding.bucketize_kjt_before_all2all
-    expected, permutation = before(kjt, 4, blocks, output_permute=True)
     with torchrec_uses_evenkeel():
-        assert rw_sharding.bucketize_kjt_before_all2all is not before
-        for arguments in ({}, {"keep_original_indices": True}):
-            ours, permuted = rw_sharding.bucketize_kjt_before_all2all(kjt, 4, blocks, output_permute=True, **arguments)
-            if not arguments:
-                assert torch.equal(ours.values(), expected.values())
-            assert torch.equal(ours.lengths(), expected.lengths())
-            assert torch.equal(permuted, permutation)
+        inside = rw_sharding.bucketize_kjt_before_all2all
+        names = "output_permute", "bucketize_pos", "keep_original_indices"
+        for option in [{name: value} for name in names for value in (False, True)]:
+            assert_alike(inside(kjt, 4, blocks, **option), before(kjt, 4, blocks, **option))
+            ours = option != {"keep_original_indices": True}
+            with pytest.raises(ValueError, match="world_size is 4097") if ours else nullcontext():
+                inside(kjt, 4097, blocks, **option)
     assert rw_sharding.bucketize_kjt_before_all2all is before
 
 
@@ -114,21 +122,25 @@ def test_a_report_counts_keys_by_their_owners(
         report(kjt, world_size=world_size, routing=one, block_sizes=BLOCKS) for one in (routings[0], routings[:1] * 2)
     ]
     assert alike[0] == alike[1]
+    assert len(alike[0].hottest) == min(5, len({*keys[0]}) + len({*keys[1]}))
     counts = Counter((name, key) for name, one in zip("ab", keys, strict=True) for key in one)
     least = lower_bound(torch.tensor([*counts.values()]), world_size) if total else 0.0
     assert found.best_max_over_mean == pytest.approx(least * world_size / max(total, 1))
-    assert f"no routing can do better than {found.best_max_over_mean:.3f}" in str(found)
+    figures = min(both), max(both), found.max_over_mean, found.best_max_over_mean
+    told = "keys per rank {:,} to {:,}, max/mean {:.3f} (no routing can do better than {:.3f})".format(*figures)
+    assert str(found) == "".join([told, *(f"\n  {hot.feature} {hot.key}: {hot.count:,}" for hot in found.hottest)])
     assert [hot.count for hot in found.hottest] == sorted(counts.values(), reverse=True)[:top]
     assert all(counts[hot.feature, hot.key] == hot.count for hot in found.hottest)
     of_features = feature_skew(kjt, world_size=world_size, routing=routings, block_sizes=BLOCKS)
     assert of_features == {
         name: max(load) * world_size / len(one) for name, one, load in zip("ab", keys, loads, strict=True) if one
     }
-    assert bucketize_kjt(kjt, world_size, None)[1] is None
     with pytest.raises(ValueError, match="block_sizes is None"):
         bucketize_kjt(kjt, world_size, None, "continuous")
     with pytest.raises(ValueError, match="3 routings for 2 features; give one, or one per feature"):
         report(kjt, world_size=world_size, routing=["roundrobin"] * 3)
+    with pytest.raises(ValueError, match="1 block sizes for 2 features; give one each"):
+        report(kjt, world_size=world_size, block_sizes=[1])
 
 
 def test_fmix64_gives_the_published_values() -> None:
@@ -144,7 +156,9 @@ def test_tensor_routing_equals_arithmetic_on_integers(
     owner, sent = route(torch.tensor(keys), routing, world_size=world_size, block_size=block)
     without_block = [routing.owner(key, world_size=world_size) for key in keys]
     for wide in (torch.tensor(keys), torch.tensor(keys).view(torch.uint64)):
+        assert as_int64(wide).tolist() == keys
         assert owners(wide, routing, world_size=world_size).tolist() == without_block
+    assert [key % 2**64 for key in fmix64_of(torch.tensor(keys)).tolist()] == [fmix64(key) for key in keys]
     assert route(torch.tensor(keys), routing, world_size=world_size)[0].tolist() == without_block
     assert owner.tolist() == [routing.owner(key, world_size=world_size, block_size=block) for key in keys]
     for key, index in zip(keys, sent.tolist(), strict=True):
@@ -193,5 +207,6 @@ def test_ownership_are_named_and_checked() -> None:
     for other in ("other", ["roundrobin"], None):
         with pytest.raises(ValueError, match="choose one of continuous, roundrobin"):
             owners(torch.zeros(1, dtype=torch.int64), other, world_size=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="float32"):
-        owners(torch.ones(2), roundrobin(), world_size=2)
+    for refusing in (as_int64, partial(owners, routing=roundrobin(), world_size=2)):
+        with pytest.raises(ValueError, match="float32"):
+            refusing(torch.ones(2))
