@@ -74,7 +74,10 @@ def test_wrong_plans_are_refused(destinations: list[float], counts: Any, lengths
 
 
 def test_batches_without_the_batch_of_each_sample_are_refused() -> None:
-    for steps, count, words in ((None, 2, "num_steps is 2, and steps are none"), ([0], 0, "num_steps is 0, and steps"),
-                                ([2], 2, r"steps\[0\] is 2; pass numbers from 0 to 1")):  # fmt: skip
+    for steps, count, words in (
+        (None, 2, "num_steps is 2, and steps are none"),
+        ([0], 0, "num_steps is 0, and steps are given"),
+        ([2], 2, r"steps\[0\] is 2; pass numbers from 0 to 1"),
+    ):
         with pytest.raises(ValueError, match=words):
             slice_plan([0], [1], [[1]], steps, count)

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer_client.embedding.checkpoint.dumps import KEYS, MODES, check_rows, opened, write_dump
-from trainer_client.embedding.checkpoint import CheckpointError, convert, dcp
+from tests.trainer_client.embedding.keys import make
+from trainer_client.embedding.checkpoint import CheckpointError, convert, dcp, load, open_checkpoint, save
 from trainer_client.embedding.checkpoint.convert import Format
 from trainer_client.embedding.checkpoint.files import staging
-from trainer_client.embedding.routing import Routing, hash_roundrobin, roundrobin
+from trainer_client.embedding.checkpoint.record import TableRecord
+from trainer_client.embedding.routing import Routing, continuous, hash_roundrobin, roundrobin
 
 RANKS = st.integers(1, 8)
 ROUTINGS = st.sampled_from(MODES)
@@ -35,7 +37,7 @@ def test_every_row_is_on_its_owner_however_it_went(
     write_dump(before, source, ranks)
     counted = sum(opened(before).records["items/counter"].rows)
     for number, (form, routing, world_size) in enumerate(targets, 1):
-        after = folder / str(number)
+        after = folder / "later" / str(number)
         told = [(0, 0)]
         result = convert(
             opened(before), after, world_size=world_size, routing={"items": routing}, target_format=form,
@@ -54,11 +56,23 @@ def test_every_row_is_on_its_owner_however_it_went(
         before = after
 
 
+@given(st.integers(0, 12), st.integers(1, 5))
+def test_chunks_hold_every_row_once(rows: int, chunk_rows: int) -> None:
+    record = TableRecord(
+        name="t", routing=continuous(), world_size=1, num_embeddings=rows + 1, rows=(rows,), arrays={},
+        chunk_rows=chunk_rows,
+    )  # fmt: skip
+    assert record.block == rows + 1
+    assert [row for first, count in record.chunks(0) for row in range(first, first + count)] == [*range(rows)]
+    assert all(0 < count <= chunk_rows for _, count in record.chunks(0))
+
+
 def test_a_dump_under_another_mode_than_it_says_is_refused_before_a_row_is_lost(tmp_path: Path) -> None:
     write_dump(tmp_path / "right", roundrobin(), 3, dist_type=False)
     with pytest.warns(UserWarning, match="names no dist_type: table items counts as roundrobin"):
         check_rows(opened(tmp_path / "right"), roundrobin(), 3)
     write_dump(tmp_path / "wrong", hash_roundrobin(), 3, dist_type=False)
+    check_rows(open_checkpoint(tmp_path / "wrong", routing="hash_roundrobin"), hash_roundrobin(), 3)
     with (
         pytest.warns(UserWarning, match="roundrobin"),
         pytest.raises(CheckpointError, match=r"keys\.rank_\d\.world_size_3: holds key -?\d+ .* gives it to rank"),
@@ -148,10 +162,14 @@ def test_an_interrupted_conversion_leaves_the_old_checkpoint_whole_and_can_be_re
     with pytest.raises(KeyboardInterrupt):
         convert(opened(tmp_path / "source"), tmp_path / "target", world_size=4, overwrite=True, progress=stop)
     check_rows(opened(tmp_path / "target"), roundrobin(), 2)
-    (tmp_path / ".target.writing" / "rows").mkdir(parents=True)  # of a process that was killed
+    for left in (".target.writing", ".target.replaced"):  # by processes that were killed
+        (tmp_path / left / "rows").mkdir(parents=True)
     convert(opened(tmp_path / "source"), tmp_path / "target", world_size=4, overwrite=True)
     check_rows(opened(tmp_path / "target"), roundrobin(), 4)
     (tmp_path / "target").rename(tmp_path / ".target.replaced")  # where one died between the two renamings
+    with pytest.raises(CheckpointError, match="target exists"):
+        convert(opened(tmp_path / "source"), tmp_path / "target", world_size=2)
+    (tmp_path / "target").rename(tmp_path / ".target.replaced")
     check_rows(opened(tmp_path / "target"), roundrobin(), 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
 
@@ -169,18 +187,55 @@ def test_refusals(tmp_path: Path) -> None:
     write_dump(old, roundrobin(), 1)
     with pytest.raises(CheckpointError, match="old exists"):
         convert(opened(old), old, world_size=2)
+    with pytest.raises(ValueError, match="world_size is 0"):
+        convert(opened(old), tmp_path / "new", world_size=0)
     with pytest.raises(CheckpointError, match="no routing seed"):
         convert(opened(old), tmp_path / "new", world_size=2, routing=hash_roundrobin(1))
-    for name in "abcde":
-        (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match="holds 'a', 'b', 'c' and 3 more, which belong to no checkpoint"):
-        convert(opened(old), tmp_path, world_size=2, overwrite=True)
+    for number, told in enumerate(
+        ("'a', 'old'", "'a', 'b', 'old'", "'a', 'b', 'c' and 1 more", "'a', 'b', 'c' and 2 more")
+    ):
+        (tmp_path / "abcd"[number]).touch()
+        with pytest.raises(CheckpointError, match=f"holds {told}, which belong to no checkpoint"):
+            convert(opened(old), tmp_path, world_size=2, overwrite=True)
     (old / "items_opt_args.json").write_text("{}")
     with (
         pytest.warns(UserWarning, match="dist_type"),
         pytest.raises(CheckpointError, match="its size is not recorded; give num_embeddings"),
     ):
         convert(opened(old), tmp_path / "new", world_size=2, routing="continuous")
+
+
+def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
+    collection = make()
+    mixed, file, link = tmp_path / "mixed", tmp_path / "notes.txt", tmp_path / "latest"
+    save(collection, mixed)
+    save(collection, mixed, overwrite=True)
+    (mixed / "dense.pt").write_bytes(b"the rest of the model")
+    (mixed / "logs").mkdir()
+    file.write_text("notes")
+    save(collection, tmp_path / "step-1")
+    link.symlink_to("step-1")
+    for target, words in (
+        (mixed, "holds 'dense.pt', 'logs', which belong to no checkpoint of tables and would be gone"),
+        (file, "is a file and no checkpoint"),
+        (link, "is a symbolic link"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            save(collection, target, overwrite=True)
+        with pytest.raises(CheckpointError, match=words):
+            convert(open_checkpoint(tmp_path / "step-1"), target, world_size=2, overwrite=True)
+    assert (mixed / "dense.pt").read_bytes() == b"the rest of the model"
+    assert file.read_text() == "notes"
+    assert link.is_symlink()
+    (tmp_path / "nothing").mkdir()
+    save(collection, tmp_path / "nothing", overwrite=True)
+    assert load(collection, tmp_path / "nothing") == load(collection, tmp_path / "step-1")
+    with (
+        pytest.raises(CheckpointError, match="holds 'logs'"),
+        staging(tmp_path / "later", overwrite=True),
+    ):
+        (tmp_path / "later" / "logs").mkdir(parents=True)  # while it is written
+    assert (tmp_path / "later" / "logs").exists()
 
 
 ALONE = """

@@ -19,15 +19,7 @@ from tests.trainer_client.balancing.redistribution.pool import GlooRanks, group_
 from tests.trainer_client.embedding.checkpoint.dumps import DIM, KEYS, NUM_EMBEDDINGS, values_of, write_dump
 from tests.trainer_client.embedding.keys import OnRanks, make, step
 from tests.trainer_client.embedding.training import HOT, PROGRAMS, ROUTINGS, Program, Training, assert_alike, hold
-from trainer_client.embedding.checkpoint import (
-    CheckpointError,
-    RoutingMismatchError,
-    convert,
-    load,
-    open_checkpoint,
-    save,
-)
-from trainer_client.embedding.checkpoint.files import staging
+from trainer_client.embedding.checkpoint import CheckpointError, RoutingMismatchError, load, save
 from trainer_client.embedding.dynamicemb import dynamicemb_loads_by_owner
 from trainer_client.embedding.routing import Routing, RoutingLike, hash_roundrobin, owners, roundrobin
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
@@ -152,39 +144,6 @@ def test_what_is_wrong_for_one_rank_is_an_error_on_all(two: OnRanks, tmp_path: P
     for file in (tmp_path / "dump").glob("items_emb_*.rank_1.world_size_2"):
         file.write_bytes(file.read_bytes() * 2)
     two(load_what_one_rank_cannot, str(tmp_path))
-
-
-def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
-    collection = make()
-    mixed, file, link = tmp_path / "mixed", tmp_path / "notes.txt", tmp_path / "latest"
-    save(collection, mixed)
-    save(collection, mixed, overwrite=True)
-    (mixed / "dense.pt").write_bytes(b"the rest of the model")
-    (mixed / "logs").mkdir()
-    file.write_text("notes")
-    save(collection, tmp_path / "step-1")
-    link.symlink_to("step-1")
-    for target, words in (
-        (mixed, "holds 'dense.pt', 'logs', which belong to no checkpoint of tables and would be gone"),
-        (file, "is a file and no checkpoint"),
-        (link, "is a symbolic link"),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            save(collection, target, overwrite=True)
-        with pytest.raises(CheckpointError, match=words):
-            convert(open_checkpoint(tmp_path / "step-1"), target, world_size=2, overwrite=True)
-    assert (mixed / "dense.pt").read_bytes() == b"the rest of the model"
-    assert file.read_text() == "notes"
-    assert link.is_symlink()
-    (tmp_path / "nothing").mkdir()
-    save(collection, tmp_path / "nothing", overwrite=True)
-    assert load(collection, tmp_path / "nothing") == load(collection, tmp_path / "step-1")
-    with (
-        pytest.raises(CheckpointError, match="holds 'logs'"),
-        staging(tmp_path / "later", overwrite=True),
-    ):
-        (tmp_path / "later" / "logs").mkdir(parents=True)  # while it is written
-    assert (tmp_path / "later" / "logs").exists()
 
 
 def test_misfits_are_named(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.trainer_client.embedding.keys import make, step, weight
 from trainer_client.embedding.checkpoint import CheckpointError, convert, load, open_checkpoint, save
 from trainer_client.embedding.checkpoint.dcp import RECORD
-from trainer_client.embedding.checkpoint.record import from_json, to_json
+from trainer_client.embedding.checkpoint.optimizers import Layout
+from trainer_client.embedding.checkpoint.record import ArraySpec, TableRecord, from_json, to_json
+from trainer_client.embedding.routing import roundrobin
 
 
 class Lion(torch.optim.Optimizer):
@@ -50,7 +53,24 @@ def test_an_optimizer_of_ones_own_is_kept_by_the_shapes_of_its_state(tmp_path: P
     mine.state[weight(first)]["level"] = torch.zeros(7)
     with pytest.raises(CheckpointError, match="table a: Lion keeps level for all of its rows together"):
         save(first, tmp_path / "again", optimizer=mine)
+    with pytest.raises(CheckpointError, match="table a: Adafactor keeps col_var for all of its rows together"):
+        save(first, tmp_path / "again", optimizer=torch.optim.Adafactor(first.parameters()))
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}])
+def test_a_number_of_such_an_optimizer_comes_back_where_pytorchs_would_keep_it(options: dict[str, bool]) -> None:
+    weight, other = (nn.Parameter(torch.empty(5, 3, device="meta")) for _ in range(2))
+    optimizer = Lion([weight], secret=1)
+    optimizer.param_groups[0] |= options
+    optimizer.add_param_group({"params": [other]})
+    record = TableRecord(
+        name="a", routing=roundrobin(), world_size=1, num_embeddings=20, rows=(5,),
+        arrays={"optimizer.average": ArraySpec(dtype="float32", shape=(3,))}, scalars={"step": 1.0},
+    )  # fmt: skip
+    layout = Layout.of(optimizer, weight, "a", record)
+    assert layout.rows["average"].shape == (1, 3)
+    assert layout.numbers["step"].device.type == ("meta" if options else "cpu")
 
 
 def test_an_optimizer_that_does_not_hold_a_table_is_refused_on_both_ways(tmp_path: Path) -> None:
@@ -167,9 +187,12 @@ def test_records_of_the_first_version_are_read(tmp_path: Path) -> None:
     (record,) = from_json(json.dumps(document), where=RECORD)
     assert record.scalars == {"step": 1.0}
     assert (record.optimizer, record.fresh) == ("", {})
-    document["format_version"] = 3
-    with pytest.raises(CheckpointError, match="format version 3; this release reads 1 to 2"):
-        from_json(json.dumps(document), where=RECORD)
+    for other, words in (
+        ({"format_version": 3}, "format version 3; this release reads 1 to 2"),
+        ({"tables": [document["tables"][0] | {"hash_identity": "x"}]}, "table a was routed by hash 'x'; this release"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            from_json(json.dumps(document | other), where=RECORD)
 
 
 def test_state_comes_back_from_a_dump_as_it_went(tmp_path: Path) -> None:
