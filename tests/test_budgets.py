@@ -30,7 +30,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client/planning": (2049, 1200),
     "trainer_client/observing": (758, 700),
     "trainer_client/cli": (1567, 900),
-    "tests": (23482, 20000),
+    "tests": (23535, 20000),
     "benchmarks": (7993, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
