@@ -91,7 +91,7 @@ FIGURES: list[tuple[str, str, str, Sequence[Choose], float]] = [
     ),
     ("bucketize_h100", "3.1 196 10.1", "results/fbgemm_over_ours", (min, max, median), 1),
     ("faults", "1,245", "faults", (), 1),
-    ("kills", "825 501", "{runs_with_another_number_of_ranks,jobs_compared_bit_by_bit}", (), 1),
+    ("kills", "84 41", "{runs_with_another_number_of_ranks,jobs_compared_bit_by_bit}", (), 1),
     ("programs", "1,990", "right", (), 1),
     ("hot_rows", "1.18 1.01", "rows/stream=album_id/ranks=8/heaviest_owner/{once,once_hot}", (), 1),
     ("hot_rows", "1.11", "rows/stream=sessions/ranks=64/heaviest_owner/once_hot", (), 1),
@@ -170,7 +170,7 @@ COMPUTED: dict[str, dict[str, Read]] = {
         "34 ms": lambda d: 1e3 * max(one["median"] for one in d["longest_by_kind"].values()),
         "21 where": lambda d: 1e3 * d["longest_by_kind"]["none"]["median"],
     },
-    "kills": {"2,571": lambda d: sum(d["kills"].values()), "0 samples lost": lambda d: d["lost"] + d["doubled"]},
+    "kills": {"273": lambda d: sum(d["kills"].values()), "0 samples lost": lambda d: d["lost"] + d["doubled"]},
     "hot_rows": {
         "99.5": _saved(True, min, what="all_to_all_mb", ways="all once"),
         "44 to": _saved(False, min, what="all_to_all_mb", ways="all once"),
