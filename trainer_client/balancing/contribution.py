@@ -197,7 +197,7 @@ class Contributions:
             costs[whole] = costs[whole].view(np.int64)
         fields = self.headers["num_fields"]
         num_fields = int(fields[self.with_samples[0]] if self.with_samples else fields.max())
-        lengths = self._joined("lengths", "<u4") if num_fields else np.zeros(0, np.uint32)
+        lengths = self._joined("lengths", "<u4")
         divisible = None
         counts = (self._ends["divisible"] - self._begins["divisible"]) // (8 * WIDTH)
         if counts.any():

@@ -44,7 +44,7 @@ class Rules:
     name: str  # of the loader
     balance: bool = True  # False: every sample stays at home
     min_samples: int = 0  # of each rank at least, while a batch has as many for all
-    peers: NDArray[np.int64] | None = None  # (ranks, peers) the job's rank of each; for errors
+    peers: Sequence[Sequence[int]] = ()  # (ranks, peers) the job's rank of each, where there are any; for errors
     schema_lines: Callable[[int], Sequence[str]] = lambda _: ()  # of schemas by number, a line per field; for errors
 
 
@@ -151,17 +151,15 @@ def spread(decision: Decision, batch_sizes: NDArray[np.int64], min_samples: int)
     return decision
 
 
-def _check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None, number: int) -> None:
+def _check_copies(contributions: Contributions, ranks: Sequence[Sequence[int]], number: int) -> None:
     """Checks that peers hold the same batches; `ranks` (ranks, peers) are the job's of those that do."""
     copies = contributions.copies
-    if copies.shape[1] == 1:
-        return
     facts = ("state", "num_samples", "schema", "copy")
     differs = np.any([copies[name] != copies[name][:, :1] for name in facts], axis=0)
     if not differs.any():
         return
     rank, peer = np.argwhere(differs)[0].tolist()
-    first, second = (rank, f"{rank}.{peer}") if ranks is None else (ranks[rank, 0], ranks[rank, peer])
+    first, second = ranks[rank][0], ranks[rank][peer]
     leader, other = copies[rank, 0], copies[rank, peer]
     if other["state"] != leader["state"]:
         ended, more = ("has no", "has one") if other["state"] == State.EXHAUSTED else ("has another", "has none")

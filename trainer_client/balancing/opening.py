@@ -106,8 +106,8 @@ class Opening:
             try:
                 template = _common_template(hellos, peers.shape[1])
                 lead = make_lead(
-                    config, template=template, nodes=[one.node for one in hellos[:: peers.shape[1]]], peers=peers,
-                    counters=self._counters, learns=self._learns, waits=self._resumes,
+                    config, template=template, nodes=[one.node for one in hellos[:: peers.shape[1]]],
+                    peers=peers.tolist(), counters=self._counters, learns=self._learns, waits=self._resumes,
                 )  # fmt: skip
                 settled = config.options, template, any(one.on_gpu for one in hellos)
             except Exception as error:

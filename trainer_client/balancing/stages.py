@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.costs.learning import CostLearner
@@ -28,7 +25,7 @@ def make_lead(
     *,
     template: FlatBatch,
     nodes: Sequence[str],
-    peers: NDArray[np.int64] | None = None,
+    peers: Sequence[Sequence[int]] = (),
     counters: Counters | None = None,
     learns: Callable[[], LearnedCost | None] = lambda: None,
     waits: bool = False,
