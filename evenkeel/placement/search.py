@@ -190,8 +190,6 @@ class _Search:
             self._offer(start)
         self._find_prices()
         best = max(self.points, key=lambda point: point.value)
-        if best.value > self.dearest:
-            return _NOTHING
         bound, proved = self._cores(best.value)
         if self.best is None:
             bound = np.inf if proved else bound
@@ -320,8 +318,6 @@ def solve_core(
     """
     if len(np.unique(problem.table[kept])) < problem.num_tables:
         return None, np.inf, True
-    if watch.is_over():
-        return None, -np.inf, False
     program = _Program(problem, kept)
     solver = Highs(mip_rel_gap=gap, mip_abs_gap=1e-12, time_limit=max(0.01, watch.wall_left()))
     solver.passModel(program.model())

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,10 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert max(near.bound, late.bound) <= expected * (1 + 1e-9) <= near.cost * (1 + 1e-6)
     assert near.cost * (1 - 0.1) <= near.bound * (1 + 1e-9)
     assert late.cost == pytest.approx(expected, rel=1e-7)
+    with patch("evenkeel.placement.search.MOST_COLUMNS", 0):  # from prices alone
+        for priced in (solve(problem, Watch(20)), solve(problem, Watch(0.0))):
+            assert priced.bound <= expected * (1 + 1e-9) <= priced.cost * (1 + 1e-6)
+            assert priced.proved == (priced.bound >= priced.cost)
 
 
 @given(st.integers(0, 10_000_000))
@@ -246,8 +251,25 @@ def test_trivial_plans_are_what_their_names_say_whatever_time_is_left(seed: int)
         lookups = [t.ids_per_sample / own[0] if len(own) else 0.0 for t, own in zip(asked.tables, hbm, strict=True)]
         assert min(np.array(lookups)[whole], default=np.inf) >= max(np.array(lookups)[~whole], default=0.0)
         assert problem.fits(dense.choice)
+        if not whole.all():  # the next one has no room, or the others do not agree with it
+            following = int(np.where(whole, -1.0, lookups).argmax())
+            others = np.isin(np.arange(len(able)), np.delete(dense.choice, following))
+            next_in_hbm = able & (problem.mode == Mode.HBM_ONLY) & (problem.table == following)
+            assert not is_possible(others | next_in_hbm)
+    assert (dense is not None) >= any(found[name] is not None for name in ("all in HBM", "all in host memory"))
     timely = trivial_placements(asked, problem, Watch(20))
     assert (timely["by lookups per byte"] is None) == (not any(timely.values()))
+    ways = (Sharding.ROW_WISE, Sharding.COLUMN_WISE)
+    spread = replace(asked, tables=tuple(replace(table, sharding=ways) for table in asked.tables))
+    problem = build_problem(spread, GRID)
+    for name, placed in trivial_placements(spread, problem, Watch(0.0)).items():
+        if placed is None:
+            assert found[name] is None
+            continue
+        assert found[name] is None or placed.seconds <= found[name].seconds * (1 + 1e-9)
+        pieces = problem.pieces[placed.choice]
+        most = [problem.pieces[problem.table == table].max() for table in range(problem.num_tables)]
+        assert pieces.tolist() == most or set(pieces.tolist()) == {1}
 
 
 def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
