@@ -12,17 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (12575, 9500),
+    "evenkeel": (12571, 9500),
     "services": (4303, 4500),
     "services/balancer": (1816, 2000),
     "evenkeel/partitioning": (4838, 4000),
-    "evenkeel/placement": (5448, 4500),
+    "evenkeel/placement": (5444, 4500),
     "evenkeel/key_statistics": (741, 500),
     "services/planner": (1000, 1000),
     "services/operations": (803, 800),
     "services/security": (683, 700),
-    "trainer_client": (21002, 15000),
-    "trainer_client/balancing": (10911, 8000),
+    "trainer_client": (20997, 15000),
+    "trainer_client/balancing": (10906, 8000),
     "trainer_client/balancing/adapters": (600, 600),
     "trainer_client/embedding": (4037, 3000),
     "trainer_client/embedding/checkpoint": (1335, 1100),
@@ -30,7 +30,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client/planning": (2049, 1200),
     "trainer_client/observing": (758, 700),
     "trainer_client/cli": (1567, 900),
-    "tests": (23535, 20000),
+    "tests": (23558, 20000),
     "benchmarks": (7993, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}
