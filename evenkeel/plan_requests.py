@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,54 +13,6 @@ from evenkeel.placement.plan_file import FORMAT, MOST_MEASURED, MeasuredPlan
 
 DEFAULT_RESERVE = 0.15
 """Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""
-
-_MOST_DIGITS = 400
-
-
-def parse_json(text: str | bytes, where: str = "") -> Any:
-    """The value of a JSON text.
-
-    Args:
-        text: The text.
-        where: What errors begin with, such as a file's name.
-
-    Raises:
-        InvalidInputError: If an object has a field twice.
-        ValueError: If it is no JSON.
-        RecursionError: If it is too deep.
-    """
-    doubled: dict[int, tuple[dict[str, Any], str]] = {}  # by identity; an object that is held here keeps its own
-
-    def construct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in made:
-                doubled.setdefault(id(made), (made, name))
-            made[name] = value
-        return made
-
-    value = json.loads(text, object_pairs_hook=construct, parse_int=_whole)
-    if doubled:
-        _refuse_doubles(value, doubled, f"{where}: " if where else "")
-    return value
-
-
-def _whole(digits: str) -> int | float:
-    """A whole number; one of more digits than any double has is infinite, as it is with an exponent."""
-    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
-
-
-def _refuse_doubles(value: object, doubled: Mapping[int, tuple[object, str]], path: str) -> None:
-    """Refuses a JSON value with an object that has a field twice; one that another value has replaced is in none."""
-    if id(value) in doubled:
-        _, name = doubled[id(value)]
-        raise InvalidInputError(f"{path}{name}", name, "is there twice in one object", "keep one of them")
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _refuse_doubles(item, doubled, f"{path}{name}.")
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            _refuse_doubles(item, doubled, f"{path.removesuffix('.')}[{number}].")
 
 
 def unpacked(

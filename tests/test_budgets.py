@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (12571, 9500),
+    "evenkeel": (12565, 9500),
     "services": (4303, 4500),
     "services/balancer": (1816, 2000),
     "evenkeel/partitioning": (4838, 4000),
-    "evenkeel/placement": (5444, 4500),
+    "evenkeel/placement": (5487, 4500),
     "evenkeel/key_statistics": (741, 500),
     "services/planner": (1000, 1000),
     "services/operations": (803, 800),
@@ -30,7 +30,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "trainer_client/planning": (2049, 1200),
     "trainer_client/observing": (758, 700),
     "trainer_client/cli": (1567, 900),
-    "tests": (23558, 20000),
+    "tests": (23560, 20000),
     "benchmarks": (7993, 8000),
 }
 WORDS = {"docs/*.md": (25000, 25000), "README.md": (900, 900)}

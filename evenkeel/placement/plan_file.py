@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
-from evenkeel.placement.fields import Checked, InvalidInputError, Length, Range, decode, encode, require
+from evenkeel.placement.fields import Checked, InvalidInputError, Length, Range, decode, encode, parse_json, require
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
 
@@ -80,7 +80,9 @@ def loads(text: str) -> PlanFile:
         InvalidInputError: If it is no plan file, of another version, or a field is wrong or there twice.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_each_once)
+        value = parse_json(text, "plan file")
+    except InvalidInputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(
             "plan file", text[:40], f"is no JSON ({error})", "write one with evenkeel plan"
@@ -90,10 +92,3 @@ def loads(text: str) -> PlanFile:
     require(kind == FORMAT, "format", kind, "is no plan file", f"give a file with format {FORMAT!r}")
     require(version == VERSION, "version", version, "is of another version", f"this one reads version {VERSION}")
     return decode(PlanFile, value)
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError(f"one of {', '.join(made)} is there twice in one object")
-    return made

@@ -20,13 +20,13 @@ import numpy as np
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Table, Topology, plan, what_if
 from evenkeel.placement.access import Access, Eviction, Zipf, step_keys
 from evenkeel.placement.application import lines_to_paste
-from evenkeel.placement.fields import Checked, Length, Range, TimeIsUpError, decode, encode
+from evenkeel.placement.fields import Checked, Length, Range, TimeIsUpError, decode, encode, parse_json
 from evenkeel.placement.hardware import Bytes
 from evenkeel.placement.report import Report, make_report
 from evenkeel.placement.request import MAX_ROWS, Rows, with_time
 from evenkeel.placement.what_if import MAX_POINTS
 from evenkeel.plan_cache import PlanCache
-from evenkeel.plan_requests import parse_json, unpacked, with_measured
+from evenkeel.plan_requests import unpacked, with_measured
 from services.planner.problems import ServiceError
 from services.planner.settings import Settings
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from evenkeel.placement import InvalidInputError
-from evenkeel.plan_requests import parse_json
+from evenkeel.placement.fields import parse_json
 
 _MOST = 256 << 20
 """Bytes of a file that is read: more than any request that a service takes."""

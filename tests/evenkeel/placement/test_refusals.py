@@ -13,6 +13,7 @@ from evenkeel.placement import InvalidInputError, Mode, PlanRequest, Table, buil
 from evenkeel.placement.access import power_law
 from evenkeel.placement.calibration import measured_samples
 from evenkeel.placement.fields import decode, encode
+from evenkeel.placement.plan_file import loads
 from tests.evenkeel.placement.instances import random_tables, request
 
 STEP: dict[str, Any] = {"name": "a", "samples": 8, "parts": [{"count": 1, "rows": 9}], "seconds": 1.0}
@@ -91,6 +92,7 @@ def profile_of_width(width: float) -> PlanRequest:
         (lambda: request_of(hardware="z80"), "hardware", ""),
         (lambda: profile_of_width(float("inf")), "hardware.hbm_gather[0][0]", ""),
         (lambda: profile_of_width(0), "hardware.hbm_gather[0][0]", ""),
+        (lambda: loads('{"request": {"step": 1, "step": 2}}'), "plan file: request.step", "keep one of them"),
         (lambda: parse_topology("h200"), "topology", ""),
         (lambda: parse_topology("h200x99999"), "topology", ""),
         (lambda: measured_samples([STEP | {"parts": []}]), "whole_steps[0].parts", ""),
